@@ -1,5 +1,18 @@
-"""Model configs: per-layer plans, read from Hugging Face config files and GGUF metadata."""
+"""Model configs: per-layer plans, read from Hugging Face config files and GGUF metadata, and the fences that cut them."""
 
+from .fence import Fence, check_fence, even_fence, fence_from_cuts, fence_from_env, stage_layers
 from .model import KvPlan, LayerPlan, ModelConfig, RecurrentPlan, SharedKvPlan
 
-__all__ = ["KvPlan", "LayerPlan", "ModelConfig", "RecurrentPlan", "SharedKvPlan"]
+__all__ = [
+    "Fence",
+    "KvPlan",
+    "LayerPlan",
+    "ModelConfig",
+    "RecurrentPlan",
+    "SharedKvPlan",
+    "check_fence",
+    "even_fence",
+    "fence_from_cuts",
+    "fence_from_env",
+    "stage_layers",
+]

@@ -39,7 +39,7 @@ class KvPlan:
 
 @dataclass(frozen=True)
 class RecurrentPlan:
-    """A linear-attention layer with fixed state: conv `[conv_width, conv_kernel - 1]` and `state_width` f32 of SSM state."""
+    """A linear-attention layer with fixed f32 state: conv `[conv_width, conv_kernel - 1]`, SSM `[state_width]`."""
 
     conv_width: int
     conv_kernel: int

@@ -1,4 +1,4 @@
-"""Model configs: per-layer plans, read from Hugging Face config files and GGUF metadata, and the fences that cut them."""
+"""Model configs: per-layer plans, read from Hugging Face configs and GGUF metadata, and the fences that cut them."""
 
 from .fence import Fence, check_fence, even_fence, fence_from_cuts, fence_from_env, stage_layers
 from .model import KvPlan, LayerPlan, ModelConfig, RecurrentPlan, SharedKvPlan

@@ -25,7 +25,7 @@ from ..errors import ConfigError, InputError
 F32: TypeAlias = NDArray[np.float32]
 U8: TypeAlias = NDArray[np.uint8]
 
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 4 << 20
 """f32 bytes dequantised at a time by `tensor`, which bounds its scratch memory."""
 
 PLUS_ONE = re.compile(r"gemma3(_text)?|qwen3_next|qwen3_5(_moe)?(_text)?|step3p[57]")
@@ -262,17 +262,23 @@ class GgufWeights(Weights):
 
 
 def _dequantiser(path: Path, info: TensorInfo) -> Callable[[U8], F32]:
+    """`gguf.quants.dequantize` for the tensor's type, without its split into 16 rows at a time, most of its cost."""
     try:
         from gguf import GGMLQuantizationType, quants
     except ImportError as e:
         raise ConfigError(f"{path}: GGUF tensors need the gguf package; pip install 'memra-pp[gguf]'") from e
+    kind = GGML_TYPES[info.type_id].name
+    blocks = getattr(quants, kind, None)
 
     def decode(data: U8) -> F32:
         try:
-            out: F32 = quants.dequantize(data, GGMLQuantizationType(info.type_id))
+            if blocks is None:
+                plain: F32 = quants.dequantize(data, GGMLQuantizationType(info.type_id))
+                return plain
+            blocks.init_grid()
+            rows: F32 = blocks.dequantize_rows(data)
+            return rows
         except (NotImplementedError, ValueError) as e:
-            kind = GGML_TYPES[info.type_id].name
             raise ConfigError(f"{path}: {info.name} is stored as {kind}, which cannot be dequantised ({e})") from e
-        return out
 
     return decode

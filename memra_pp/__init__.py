@@ -1,0 +1,26 @@
+"""memra_pp: the pipeline-parallel cache runtime.
+
+`launch` loads a model onto pipeline stages, one Ray actor each; everything else hangs off the `Pipeline` it returns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .driver.launch import launch
+    from .driver.pipeline import Pipeline
+    from .driver.session import Session
+
+__all__ = ["Pipeline", "Session", "launch"]
+
+_HOMES = {"launch": ".driver.launch", "Pipeline": ".driver.pipeline", "Session": ".driver.session"}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the driver at first use, so that `memra_pp.config` and `memra_pp.cache` come without it."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name], __name__), name)

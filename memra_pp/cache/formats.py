@@ -26,10 +26,31 @@ BLOCK_BYTES: Mapping[str, int] = {"q8_0": 34, "q5_1": 24, "q4_0": 18, "fp8": 32,
 K_CHOICES = ("q8_0", "fp8")
 V_CHOICES = ("q5_1", "q4_0", "fp8")
 
-KV_FP8_FORCE: int = -1
-"""Per-model door to e4m3 K/V on ordinary layers: -1 unset, 0 off, 1 on. Read by `KvPolicy.from_env` only."""
-
 RingMode = Literal["off", "step", "all"]
+
+
+class ModelDoor:
+    """A per-model switch that a loader may set before the policy is resolved: -1 unset, 0 off, 1 on."""
+
+    def __init__(self) -> None:
+        self._value = -1
+
+    def set(self, value: int) -> None:
+        """Sets the switch.
+
+        Raises:
+            ConfigError: `value` is not -1, 0 or 1.
+        """
+        if value not in (-1, 0, 1):
+            raise ConfigError(f"a model door of {value!r}: set -1 (unset), 0 (off) or 1 (on)")
+        self._value = value
+
+    def __int__(self) -> int:
+        return self._value
+
+
+KV_FP8_FORCE = ModelDoor()
+"""The door to e4m3 K/V on ordinary layers. Read by `KvPolicy.from_env` only, when `fp8_force` is not given."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +151,7 @@ def kv_fp8_on(env: Mapping[str, str] | None = None, fp8_force: int | None = None
     value = env.get("MEMRA_KV_FP8")
     if value is not None:
         return value == "1"
-    return (KV_FP8_FORCE if fp8_force is None else fp8_force) == 1
+    return int(KV_FP8_FORCE if fp8_force is None else fp8_force) == 1
 
 
 def swa_ring_on(env: Mapping[str, str] | None = None) -> bool:

@@ -82,6 +82,22 @@ class ModelConfig:
         """The same model with its MTP/NextN blocks left out."""
         return replace(self, layers=self.layers[: self.n_trunk])
 
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end a text, as the config names them; empty if it names none."""
+        value = self.hparams.get("eos_token_id")
+        ids = value if isinstance(value, list) else [value]
+        return frozenset(i for i in ids if isinstance(i, int))
+
+    @classmethod
+    def from_path(cls, path: str | PathLike[str]) -> ModelConfig:
+        """`from_gguf` for a `.gguf` file, `from_hf` for anything else.
+
+        Raises:
+            ConfigError: as those.
+        """
+        return cls.from_gguf(path) if str(path).endswith(".gguf") else cls.from_hf(path)
+
     @classmethod
     def from_hf(cls, source: str | PathLike[str] | Mapping[str, Any]) -> ModelConfig:
         """Reads a Hugging Face `config.json`, a directory that holds one, or its dict.

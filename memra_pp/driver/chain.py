@@ -1,0 +1,78 @@
+"""`Chain`: how a frame gets through all stages and back. In this process here; over lanes in `lane_chain`."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import StageError
+from ..models.protocol import Array
+from ..stage.frames import Entry, Frame
+from ..stage.worker import StageWorker
+
+
+class Chain(ABC):
+    """The stages in order. One frame travels at a time."""
+
+    def __init__(self, budgets: Sequence[int]) -> None:
+        self.budgets = tuple(budgets)
+        self.epoch = 1
+        self.traversals = 0
+        self._lock = threading.RLock()
+        self._ids = itertools.count(1)
+
+    def roundtrip(self, entries: list[Entry], arrays: list[Array], timeout: float) -> Frame:
+        """Sends entries and their rows through every stage; the frame as it came back, its arrays the caller's own.
+
+        Raises:
+            StageError: a stage died or did not answer within `timeout` seconds; the message names it.
+        """
+        with self._lock:
+            self.traversals += 1
+            return self._roundtrip(Frame(next(self._ids), entries, arrays), timeout)
+
+    @property
+    @abstractmethod
+    def failed(self) -> bool:
+        """Whether a stage was lost, so that nothing more can be asked."""
+
+    @abstractmethod
+    def _roundtrip(self, frame: Frame, timeout: float) -> Frame: ...
+
+    @abstractmethod
+    def stats(self) -> list[dict[str, Any]]:
+        """Each stage's counters and bytes (`StageWorker.stats`)."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends every stage and what was started for it; closing twice is fine."""
+
+
+class LocalChain(Chain):
+    """Stages in the caller's process, applied one after another."""
+
+    def __init__(self, workers: Sequence[StageWorker]) -> None:
+        super().__init__([worker.settle_budget() for worker in workers])
+        self._workers = list(workers)
+
+    @property
+    def failed(self) -> bool:
+        return not self._workers
+
+    def _roundtrip(self, frame: Frame, timeout: float) -> Frame:
+        if not self._workers:
+            raise StageError("this pipeline is closed: launch it again")
+        for worker in self._workers:
+            worker.apply(frame)
+        return frame
+
+    def stats(self) -> list[dict[str, Any]]:
+        return [worker.stats() for worker in self._workers]
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+        self._workers = []

@@ -1,0 +1,32 @@
+"""How every CPU kernel is compiled, and the array types they take. The only gate to numba's decorators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar, cast
+
+import numba
+import numpy as np
+from numba.extending import intrinsic as numba_intrinsic
+from numpy.typing import NDArray
+
+F32Array: TypeAlias = NDArray[np.float32]
+U8Array: TypeAlias = NDArray[np.uint8]
+I64Array: TypeAlias = NDArray[np.int64]
+Lanes: TypeAlias = Any
+"""A vector of `simd` inside a kernel."""
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def kernel(function: Function) -> Function:
+    """Compiles `function` on first use and keeps the machine code on disk.
+
+    It runs without the GIL and with IEEE arithmetic: nothing is reassociated and no product is fused with a sum unless
+    the source says `fma`, so equal inputs give equal bits wherever the compiler put the loop.
+    """
+    return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+
+
+def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation that a kernel calls and LLVM sees as the instructions that `function` builds."""
+    return cast("Callable[..., Any]", numba_intrinsic(prefer_literal=True)(function))

@@ -1,0 +1,252 @@
+"""The compiled body of `attention`: tiles of stored rows are unpacked once and used by a block of query vectors.
+
+Softmax runs tile by tile: `peak` is the largest score so far, `total` the sum of `exp(score - peak)`, `sums` the values
+weighted by it; a new peak scales the old `total` and `sums` down.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from . import blocks_numba as blocks
+from ._jit import F32Array, I64Array, U8Array, kernel
+from .simd import fma, larger, load, max_lanes, splat, store, sum_lanes
+from .vector_math import exp_of_negative
+
+TILE = 32
+"""Keys a tile, two vectors of scores."""
+FORMAT_CODES = {"q8_0": 0, "q5_1": 1, "q4_0": 2, "fp8": 3, "f32": 4}
+HEAD_BYTES = (34, 24, 18, 32, 128)
+
+
+@kernel
+def attend(
+    q: F32Array,
+    k_plane: U8Array,
+    v_plane: U8Array,
+    codes: tuple[int, int],
+    token_bytes: tuple[int, int],
+    shape: tuple[int, int, int, int, int],
+    window: int,
+    scale: np.float32,
+    pos: int,
+    base: int,
+    block: int,
+    out: F32Array,
+    lo: int,
+    hi: int,
+) -> None:
+    """Units `[lo, hi)`: unit `u` is `block` rows from `u // n_head_kv * block` on, K/V head `u % n_head_kv`.
+
+    `shape` is `(rows, n_head, n_head_kv, head_dim_k, head_dim_v)`; `window` 0 means every position is seen.
+    """
+    rows, n_head, n_head_kv, dim_k, dim_v = shape
+    group = n_head // n_head_kv
+    vectors = block * group
+    queries = np.empty(vectors * dim_k, np.float32)
+    keys = np.empty(TILE * dim_k, np.float32)
+    values = np.empty(TILE * dim_v, np.float32)
+    scores = np.empty(vectors * TILE, np.float32)
+    sums = np.empty(vectors * dim_v, np.float32)
+    peaks = np.empty(vectors, np.float32)
+    totals = np.empty(vectors, np.float32)
+    seen = np.empty((vectors, 2), np.int64)
+    k_blocks, v_blocks = dim_k // 32, dim_v // 32
+    for unit in range(lo, hi):
+        head = unit % n_head_kv
+        row0 = unit // n_head_kv * block
+        block_rows = min(block, rows - row0)
+        count = block_rows * group
+        for row in range(block_rows):
+            at = ((row0 + row) * n_head + head * group) * dim_k
+            to = row * group * dim_k
+            queries[to : to + group * dim_k] = q[at : at + group * dim_k]
+        sums[:] = 0
+        peaks[:] = -np.inf
+        totals[:] = 0
+        first = _first_key(pos + row0, window)
+        end = pos + row0 + block_rows
+        for tile in range(first // TILE * TILE, end, TILE):
+            start, stop = max(first, tile), min(end, tile + TILE)
+            k_at = (start - base) * token_bytes[0] + head * k_blocks * HEAD_BYTES[codes[0]]
+            v_at = (start - base) * token_bytes[1] + head * v_blocks * HEAD_BYTES[codes[1]]
+            _unpack(codes[0], k_plane, k_at, token_bytes[0], keys, (start - tile) * dim_k, stop - start, k_blocks)
+            _unpack(codes[1], v_plane, v_at, token_bytes[1], values, (start - tile) * dim_v, stop - start, v_blocks)
+            _score(queries, count, dim_k, keys, (start - tile) // 4 * 4, stop - tile, scale, scores)
+            for vector in range(count):
+                at = pos + row0 + vector // group
+                seen[vector, 0] = max(_first_key(at, window) - tile, 0)
+                seen[vector, 1] = min(at + 1 - tile, TILE)
+                if seen[vector, 0] < seen[vector, 1]:
+                    _weigh(scores, vector, seen[vector, 0], seen[vector, 1], peaks, totals, sums, dim_v)
+            _add_values(scores, seen, count, values, dim_v, sums)
+        for vector in range(count):
+            to = ((row0 + vector // group) * n_head + head * group + vector % group) * dim_v
+            inverse = np.float32(1) / totals[vector]
+            for lane in range(0, dim_v, 32):
+                store(out, to + lane, load(sums, vector * dim_v + lane, 32) * inverse)
+
+
+@kernel
+def _first_key(at: int, window: int) -> int:
+    return max(0, at - window + 1) if window else 0
+
+
+@kernel
+def _unpack(
+    code: int, plane: U8Array, at: int, stride: int, out: F32Array, to: int, rows: int, blocks_a_row: int
+) -> None:
+    """The elements of `rows` rows of one head, `stride` bytes apart, one after the other."""
+    width = blocks_a_row * 32
+    if code == 0:
+        for row in range(rows):
+            blocks.dequantize_q8_0(plane, at + row * stride, out, to + row * width, blocks_a_row)
+    elif code == 1:
+        for row in range(rows):
+            blocks.dequantize_q5_1(plane, at + row * stride, out, to + row * width, blocks_a_row)
+    elif code == 2:
+        for row in range(rows):
+            blocks.dequantize_q4_0(plane, at + row * stride, out, to + row * width, blocks_a_row)
+    elif code == 3:
+        for row in range(rows):
+            blocks.dequantize_fp8(plane, at + row * stride, out, to + row * width, blocks_a_row)
+    else:
+        for row in range(rows):
+            blocks.dequantize_f32(plane, at + row * stride, out, to + row * width, blocks_a_row)
+
+
+@kernel
+def _score(
+    queries: F32Array, count: int, dim: int, keys: F32Array, first: int, last: int, scale: np.float32, scores: F32Array
+) -> None:
+    """Scaled dot products with keys `[first, last)` of the tile, by fours: what overshoots is not looked at."""
+    vector = 0
+    while vector < count:
+        for key in range(first, last, 4):
+            to = vector * TILE + key
+            if count - vector >= 2:
+                _two_by_four(queries, vector * dim, dim, keys, key * dim, scale, scores, to)
+            else:
+                _one_by_four(queries, vector * dim, dim, keys, key * dim, scale, scores, to)
+        vector += 2
+
+
+@kernel
+def _one_by_four(
+    queries: F32Array, at: int, dim: int, keys: F32Array, key_at: int, scale: np.float32, scores: F32Array, to: int
+) -> None:
+    dot0 = dot1 = dot2 = dot3 = splat(np.float32(0), 16)
+    for lane in range(0, dim, 16):
+        query, key = load(queries, at + lane, 16), key_at + lane
+        dot0 = fma(query, load(keys, key, 16), dot0)
+        dot1 = fma(query, load(keys, key + dim, 16), dot1)
+        dot2 = fma(query, load(keys, key + 2 * dim, 16), dot2)
+        dot3 = fma(query, load(keys, key + 3 * dim, 16), dot3)
+    scores[to] = sum_lanes(dot0) * scale
+    scores[to + 1] = sum_lanes(dot1) * scale
+    scores[to + 2] = sum_lanes(dot2) * scale
+    scores[to + 3] = sum_lanes(dot3) * scale
+
+
+@kernel
+def _two_by_four(
+    queries: F32Array, at: int, dim: int, keys: F32Array, key_at: int, scale: np.float32, scores: F32Array, to: int
+) -> None:
+    dot0 = dot1 = dot2 = dot3 = splat(np.float32(0), 16)
+    next0 = next1 = next2 = next3 = splat(np.float32(0), 16)
+    for lane in range(0, dim, 16):
+        query, following = load(queries, at + lane, 16), load(queries, at + dim + lane, 16)
+        key0, key1 = load(keys, key_at + lane, 16), load(keys, key_at + dim + lane, 16)
+        key2, key3 = load(keys, key_at + 2 * dim + lane, 16), load(keys, key_at + 3 * dim + lane, 16)
+        dot0, next0 = fma(query, key0, dot0), fma(following, key0, next0)
+        dot1, next1 = fma(query, key1, dot1), fma(following, key1, next1)
+        dot2, next2 = fma(query, key2, dot2), fma(following, key2, next2)
+        dot3, next3 = fma(query, key3, dot3), fma(following, key3, next3)
+    scores[to] = sum_lanes(dot0) * scale
+    scores[to + 1] = sum_lanes(dot1) * scale
+    scores[to + 2] = sum_lanes(dot2) * scale
+    scores[to + 3] = sum_lanes(dot3) * scale
+    to += TILE
+    scores[to] = sum_lanes(next0) * scale
+    scores[to + 1] = sum_lanes(next1) * scale
+    scores[to + 2] = sum_lanes(next2) * scale
+    scores[to + 3] = sum_lanes(next3) * scale
+
+
+@kernel
+def _weigh(
+    scores: F32Array, vector: int, first: int, last: int, peaks: F32Array, totals: F32Array, sums: F32Array, dim: int
+) -> None:
+    """Turns the tile's scores of a query vector into weights, 0 outside `[first, last)`, and rescales what it has."""
+    at = vector * TILE
+    for key in range(first):
+        scores[at + key] = -np.inf
+    for key in range(last, TILE):
+        scores[at + key] = -np.inf
+    low, high = load(scores, at, 16), load(scores, at + 16, 16)
+    top = max_lanes(larger(low, high))
+    if top > peaks[vector]:
+        decay = max_lanes(exp_of_negative(splat(peaks[vector] - top, 16)))
+        peaks[vector] = top
+        totals[vector] *= decay
+        for lane in range(vector * dim, (vector + 1) * dim, 32):
+            store(sums, lane, load(sums, lane, 32) * decay)
+    low, high = exp_of_negative(low - peaks[vector]), exp_of_negative(high - peaks[vector])
+    totals[vector] += sum_lanes(low + high)
+    store(scores, at, low)
+    store(scores, at + 16, high)
+
+
+@kernel
+def _add_values(weights: F32Array, seen: I64Array, count: int, values: F32Array, dim: int, sums: F32Array) -> None:
+    """Adds the weighted values of each query vector's keys, in the order of the keys."""
+    vector = 0
+    while vector < count:
+        if count - vector < 4:
+            _one_sum(weights, vector, seen[vector, 0], seen[vector, 1], values, dim, sums)
+            vector += 1
+            continue
+        start, stop = 0, TILE
+        for member in range(vector, vector + 4):
+            start, stop = max(start, seen[member, 0]), min(stop, seen[member, 1])
+        if start < stop:
+            for member in range(vector, vector + 4):
+                _one_sum(weights, member, seen[member, 0], start, values, dim, sums)
+            _four_sums(weights, vector, start, stop, values, dim, sums)
+            for member in range(vector, vector + 4):
+                _one_sum(weights, member, stop, seen[member, 1], values, dim, sums)
+        else:
+            for member in range(vector, vector + 4):
+                _one_sum(weights, member, seen[member, 0], seen[member, 1], values, dim, sums)
+        vector += 4
+
+
+@kernel
+def _one_sum(weights: F32Array, vector: int, first: int, last: int, values: F32Array, dim: int, sums: F32Array) -> None:
+    if first >= last:
+        return
+    for lane in range(0, dim, 32):
+        total = load(sums, vector * dim + lane, 32)
+        for key in range(first, last):
+            total = fma(weights[vector * TILE + key], load(values, key * dim + lane, 32), total)
+        store(sums, vector * dim + lane, total)
+
+
+@kernel
+def _four_sums(
+    weights: F32Array, vector: int, first: int, last: int, values: F32Array, dim: int, sums: F32Array
+) -> None:
+    for lane in range(vector * dim, (vector + 1) * dim, 32):
+        sum0, sum1 = load(sums, lane, 32), load(sums, lane + dim, 32)
+        sum2, sum3 = load(sums, lane + 2 * dim, 32), load(sums, lane + 3 * dim, 32)
+        for key in range(first, last):
+            value = load(values, key * dim + lane - vector * dim, 32)
+            at = vector * TILE + key
+            sum0 = fma(weights[at], value, sum0)
+            sum1 = fma(weights[at + TILE], value, sum1)
+            sum2 = fma(weights[at + 2 * TILE], value, sum2)
+            sum3 = fma(weights[at + 3 * TILE], value, sum3)
+        store(sums, lane, sum0)
+        store(sums, lane + dim, sum1)
+        store(sums, lane + 2 * dim, sum2)
+        store(sums, lane + 3 * dim, sum3)

@@ -1,0 +1,189 @@
+"""`y = x @ w.T` with bits that do not depend on the number of rows, nor on threads.
+
+Each output element is one chain of fused multiply-adds over K, first to last, from 0. Lanes run over outputs and tiles
+over rows, so neither touches that order: a row gives the same bits alone, in a batch or in a longer chunk.
+"""
+
+from __future__ import annotations
+
+import llvmlite.binding
+import numpy as np
+
+from ..errors import InputError
+from ._jit import F32Array, kernel
+from .simd import fma, load, splat, store
+from .threads import Threads
+
+PANEL = 64
+"""Outputs a panel: one step along K reads 256 contiguous bytes of weights."""
+DEPTH_UNIT = 8
+"""K is padded with zeros to a multiple of this."""
+
+WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+LANES = 64 if WIDE else 16
+"""Outputs of a tile: six rows of accumulators fill the registers (24 of 32 with AVX-512, 12 of 16 with AVX2)."""
+
+
+class PackedMatrix:
+    """Weights `[n_out, n_in]` as panels, f32 `[ceil(n_out / 64), ceil8(n_in), 64]`, zeros where nothing is.
+
+    Attributes:
+        panels: the array.
+        n_out, n_in: rows and columns of the weights as given.
+    """
+
+    def __init__(self, panels: F32Array, n_out: int, n_in: int) -> None:
+        self.panels, self.n_out, self.n_in = panels, n_out, n_in
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, padding included."""
+        return self.panels.nbytes
+
+    @classmethod
+    def empty(cls, n_out: int, n_in: int) -> PackedMatrix:
+        """A matrix of zeros, to be filled piece by piece.
+
+        Raises:
+            InputError: a dimension is less than 1.
+        """
+        if n_out < 1 or n_in < 1:
+            raise InputError(f"PackedMatrix.empty({n_out}, {n_in}): both dimensions must be at least 1")
+        depth = -(-n_in // DEPTH_UNIT) * DEPTH_UNIT
+        return cls(np.zeros((-(-n_out // PANEL), depth, PANEL), np.float32), n_out, n_in)
+
+    @classmethod
+    def pack(cls, w: F32Array, threads: Threads) -> PackedMatrix:
+        """Packs f32 `w [n_out, n_in]`.
+
+        Raises:
+            InputError: `w` is not a f32 matrix.
+        """
+        if w.ndim != 2:
+            raise InputError(f"w has shape {w.shape}; a weight matrix is [n_out, n_in]; reshape it")
+        packed = cls.empty(*w.shape)
+        packed.fill(0, w, threads)
+        return packed
+
+    def fill(self, row0: int, w_rows: F32Array, threads: Threads) -> None:
+        """Packs f32 `w_rows [r, n_in]` as outputs `[row0, row0 + r)`.
+
+        Raises:
+            InputError: dtype, width or rows do not fit; nothing was written.
+        """
+        if w_rows.dtype != np.float32 or w_rows.ndim != 2 or w_rows.shape[1] != self.n_in:
+            raise InputError(f"w_rows is {w_rows.dtype} {w_rows.shape}; it must be float32 [rows, {self.n_in}]")
+        if row0 < 0 or row0 + len(w_rows) > self.n_out:
+            raise InputError(f"rows [{row0}, {row0 + len(w_rows)}) are outside the matrix's [0, {self.n_out})")
+        if len(w_rows):
+            first, last = row0 // PANEL, (row0 + len(w_rows) - 1) // PANEL
+            threads.run(_fill, last + 1 - first, 1, self.panels, np.ascontiguousarray(w_rows), row0)
+
+
+def matmul(x: F32Array, packed: PackedMatrix, threads: Threads, out: F32Array | None = None) -> F32Array:
+    """`x @ w.T` for f32, C-contiguous `x [rows, n_in]`: f32 `[rows, n_out]`, in `out` if given.
+
+    Raises:
+        InputError: a dtype, shape or memory order is wrong; `out` is untouched.
+    """
+    if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] != packed.n_in or not x.flags.c_contiguous:
+        raise InputError(
+            f"x is {x.dtype} {x.shape} with strides {x.strides}; it must be C-contiguous float32 [rows, {packed.n_in}]"
+        )
+    shape = (len(x), packed.n_out)
+    if out is None:
+        out = np.empty(shape, np.float32)
+    elif out.dtype != np.float32 or out.shape != shape or not out.flags.c_contiguous:
+        raise InputError(
+            f"out is {out.dtype} {out.shape} with strides {out.strides}; it must be C-contiguous float32 {shape}"
+        )
+    if len(x):
+        panels = packed.panels
+        threads.run(
+            _multiply, len(panels), 1, x.reshape(-1), len(x), packed.n_in, panels.reshape(-1), panels.shape[1], out
+        )
+    return out
+
+
+@kernel
+def _fill(panels: F32Array, w_rows: F32Array, row0: int, lo: int, hi: int) -> None:
+    """Writes the `lo`-th to `hi`-th of the panels that `w_rows` touches."""
+    rows, n_in = w_rows.shape
+    for index in range(row0 // PANEL + lo, row0 // PANEL + hi):
+        first, last = max(row0, index * PANEL), min(row0 + rows, (index + 1) * PANEL)
+        panel = panels[index]
+        for start in range(0, n_in, PANEL):
+            stop = min(start + PANEL, n_in)
+            for row in range(first, last):
+                for k in range(start, stop):
+                    panel[k, row - index * PANEL] = w_rows[row - row0, k]
+
+
+@kernel
+def _multiply(x: F32Array, rows: int, n_in: int, panels: F32Array, depth: int, out: F32Array, lo: int, hi: int) -> None:
+    """Outputs of panels `[lo, hi)` for every row; a panel stays in the cache while the rows pass."""
+    n_out = out.shape[1]
+    whole = out.reshape(-1)
+    tile = np.empty(6 * PANEL, np.float32)
+    for index in range(lo, hi):
+        at, to = index * depth * PANEL, index * PANEL
+        width = min(PANEL, n_out - to)
+        row = 0
+        while row < rows:
+            step = 6 if rows - row >= 6 else (2 if rows - row >= 2 else 1)
+            # A panel that ends past the last output goes through a tile of its own.
+            target, target_at, stride = (whole, row * n_out + to, n_out) if width == PANEL else (tile, 0, PANEL)
+            for lane in range(0, PANEL, LANES):
+                if step == 6:
+                    _six_rows(x, row * n_in, n_in, panels, at + lane, target, target_at + lane, stride)
+                elif step == 2:
+                    _two_rows(x, row * n_in, n_in, panels, at + lane, target, target_at + lane, stride)
+                else:
+                    _one_row(x, row * n_in, n_in, panels, at + lane, target, target_at + lane)
+            if width < PANEL:
+                for r in range(step):
+                    for lane in range(width):
+                        out[row + r, to + lane] = tile[r * PANEL + lane]
+            row += step
+
+
+@kernel
+def _one_row(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int) -> None:
+    total = splat(np.float32(0), LANES)
+    for k in range(depth):
+        total = fma(x[x_at + k], load(panels, at + k * PANEL, LANES), total)
+    store(out, to, total)
+
+
+@kernel
+def _two_rows(
+    x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int
+) -> None:
+    first = second = splat(np.float32(0), LANES)
+    for k in range(depth):
+        weights = load(panels, at + k * PANEL, LANES)
+        first = fma(x[x_at + k], weights, first)
+        second = fma(x[x_at + depth + k], weights, second)
+    store(out, to, first)
+    store(out, to + stride, second)
+
+
+@kernel
+def _six_rows(
+    x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int
+) -> None:
+    row0 = row1 = row2 = row3 = row4 = row5 = splat(np.float32(0), LANES)
+    for k in range(depth):
+        weights, at_k = load(panels, at + k * PANEL, LANES), x_at + k
+        row0 = fma(x[at_k], weights, row0)
+        row1 = fma(x[at_k + depth], weights, row1)
+        row2 = fma(x[at_k + 2 * depth], weights, row2)
+        row3 = fma(x[at_k + 3 * depth], weights, row3)
+        row4 = fma(x[at_k + 4 * depth], weights, row4)
+        row5 = fma(x[at_k + 5 * depth], weights, row5)
+    store(out, to, row0)
+    store(out, to + stride, row1)
+    store(out, to + 2 * stride, row2)
+    store(out, to + 3 * stride, row3)
+    store(out, to + 4 * stride, row4)
+    store(out, to + 5 * stride, row5)

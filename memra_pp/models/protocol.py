@@ -1,0 +1,77 @@
+"""`StageModel`: what a stage asks of a model, and `StepBatch`: the rows of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cache import Cache
+from ..config import ModelConfig
+
+Array = NDArray[Any]
+LogitRows = Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The rows of one session in a step: `rows` of them at positions `pos, pos + 1, ...`.
+
+    `logits` says which of them the last stage computes logits for. `snapshot_at = r` asks a recurrent layer for its state
+    after the first `r` rows.
+    """
+
+    pos: int
+    rows: int
+    logits: LogitRows = "last"
+    snapshot_at: int | None = None
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """The rows of one step, session after session. `segments[i]` goes with `caches[i]`."""
+
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def slices(self) -> tuple[slice, ...]:
+        """Each session's rows in the batch."""
+        ends = np.cumsum([s.rows for s in self.segments]).tolist()
+        return tuple(slice(end - s.rows, end) for s, end in zip(self.segments, ends, strict=True))
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """The absolute position of every row, `[rows]`."""
+        return np.concatenate([np.arange(s.pos, s.pos + s.rows) for s in self.segments])
+
+    @cached_property
+    def logit_rows(self) -> NDArray[np.int64]:
+        """Batch rows that logits are wanted for, in order."""
+        wanted = {"none": lambda s: [], "last": lambda s: [s.stop - 1], "all": lambda s: range(s.start, s.stop)}
+        pairs = zip(self.segments, self.slices, strict=True)
+        return np.array([row for segment, where in pairs for row in wanted[segment.logits](where)], np.int64)
+
+
+class StageModel(Protocol):
+    """A model's layers `[lo, hi)`, with the embedding on the first stage and the head on the last."""
+
+    cfg: ModelConfig
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], layers: range, device: Any) -> StageModel:
+        """Reads the tensors of `layers` from `path`, and no others."""
+
+    def workspace_bytes(self, max_rows: int) -> int:
+        """An upper bound of what `forward` allocates for `max_rows` rows, beyond the cache."""
+
+    def forward(self, batch: StepBatch, x: Array, caches: Sequence[Cache]) -> Array:
+        """Runs the layers over `x` and appends each session's rows to its cache at `cache.pos`; the caller moves `pos`.
+
+        `x` is i32 `[rows]` tokens on the first stage, f32 `[rows, n_embd]` after it. Returns f32 `[rows, n_embd]`, or on
+        the last stage f32 `[len(batch.logit_rows), n_vocab]`.
+        """

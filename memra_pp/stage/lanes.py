@@ -1,0 +1,270 @@
+"""Lanes: authenticated sockets between the driver and the stages. Unix sockets on one node, TCP across nodes.
+
+Both sides prove that they hold the pipeline's key (HMAC-SHA256 over both sides' nonces) before a frame is read; that runs
+off the accept thread, with a deadline and a cap on how many may be pending. Every call has a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+
+from ..errors import LaneError
+from .frames import PREFIX, Frame, decode, encode, payload_lengths
+
+HANDSHAKE_S = 2.0
+MAX_PENDING_HANDSHAKES = 16
+KEY_BYTES = 32
+_NONCE = 32
+_DIGEST = 32
+_ROLE = 16
+_HELLO = b"memra_pp/1\n"
+
+
+class Lane:
+    """One connected, authenticated socket. One thread sends and one receives."""
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        self._sock = sock
+        self.peer = peer
+        self._buffer = memoryview(bytearray(1 << 16))
+        self._got = 0
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for selectors."""
+        return self._sock.fileno()
+
+    def send(self, frame: Frame, timeout: float) -> None:
+        """Sends a frame with one gathering call (more only if the socket's buffer fills).
+
+        Raises:
+            LaneError: the peer is gone, or did not take the bytes within `timeout` seconds.
+        """
+        buffers = encode(frame)
+        deadline = time.monotonic() + timeout
+        try:
+            self._sock.settimeout(timeout)
+            sent = self._sock.sendmsg(buffers)
+            for buf in buffers:
+                if sent < len(buf):
+                    self._sock.settimeout(_left(deadline))
+                    self._sock.sendall(memoryview(buf)[sent:])
+                sent = max(0, sent - len(buf))
+        except OSError as error:
+            raise self._broken("send to", error) from error
+
+    def recv(self, timeout: float) -> Frame | None:
+        """The next frame, its arrays views of a buffer that the next `recv` overwrites; None if nothing came in time.
+
+        What has arrived of a frame is kept when a signal handler raises, and the next call goes on from there.
+
+        Raises:
+            LaneError: end of file, a bad frame, or silence in the middle of one.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            self._fill(PREFIX.size, deadline)
+            header, payload = payload_lengths(self._buffer[: PREFIX.size])
+            self._grow(PREFIX.size + payload)
+            self._fill(PREFIX.size + payload, deadline)
+        except TimeoutError as error:
+            if self._got == 0:
+                return None
+            raise self._broken("receive the rest of a frame from", error) from error
+        except OSError as error:
+            raise self._broken("receive from", error) from error
+        self._got = 0
+        return decode(self._buffer[PREFIX.size : PREFIX.size + payload], header)
+
+    def close(self) -> None:
+        """Closes the socket and wakes whoever waits on it."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+    def _fill(self, until: int, deadline: float) -> None:
+        """Reads until the buffer holds `until` bytes of the frame."""
+        while self._got < until:
+            self._sock.settimeout(_left(deadline))
+            got = self._sock.recv_into(self._buffer[self._got : until])
+            if got == 0:
+                raise LaneError(f"{self.peer} closed the lane")
+            self._got += got
+
+    def _grow(self, size: int) -> None:
+        if size > len(self._buffer):
+            larger = memoryview(bytearray(size))
+            larger[: self._got] = self._buffer[: self._got]
+            self._buffer = larger
+
+    def _broken(self, doing: str, error: OSError) -> LaneError:
+        why = "it has stopped taking part" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        return LaneError(f"could not {doing} {self.peer}: {why}")
+
+
+def _left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left
+
+
+class Listener:
+    """Accepts lanes at an address, `unix:PATH` or `tcp:HOST:PORT` (port 0: any), and sorts them by the role they asked for."""
+
+    def __init__(self, address: str, key: bytes) -> None:
+        self._key = key
+        self._sock = _bind(address)
+        self.address = address if address.startswith("unix:") else _tcp_address(self._sock)
+        self._ready: dict[str, queue.Queue[Lane]] = {}
+        self._lock = threading.Lock()
+        self._pending = threading.BoundedSemaphore(MAX_PENDING_HANDSHAKES)
+        self._thread = threading.Thread(target=self._accept_loop, name="lane-accept", daemon=True)
+        self._thread.start()
+
+    def accept(self, role: str, timeout: float) -> Lane:
+        """The next lane whose peer asked for `role`.
+
+        Raises:
+            LaneError: none came within `timeout` seconds.
+        """
+        try:
+            return self._queue(role).get(timeout=timeout)
+        except queue.Empty:
+            raise LaneError(f"no peer opened a {role} lane at {self.address} within {timeout:.0f} s") from None
+
+    def close(self) -> None:
+        """Stops accepting; lanes already handed out stay open."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+        self._thread.join(timeout=HANDSHAKE_S)
+        if self.address.startswith("unix:"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.address.removeprefix("unix:"))
+
+    def _queue(self, role: str) -> queue.Queue[Lane]:
+        with self._lock:
+            return self._ready.setdefault(role, queue.Queue())
+
+    def _accept_loop(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                return
+            if not self._pending.acquire(blocking=False):
+                sock.close()
+                continue
+            threading.Thread(target=self._greet, args=(sock,), name="lane-handshake", daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        try:
+            role = _prove_to_client(sock, self._key)
+            self._queue(role).put(Lane(sock, f"the peer of a {role} lane"))
+        except (OSError, LaneError):
+            sock.close()
+        finally:
+            self._pending.release()
+
+
+def connect(address: str, role: str, key: bytes, timeout: float, peer: str) -> Lane:
+    """Opens a lane of `role` to a listener. `peer` names the other side in errors.
+
+    Raises:
+        LaneError: nobody listens there, or the other side does not hold the key.
+    """
+    family, target = _target(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout)
+        sock.connect(target)
+        _tune(sock)
+        _prove_to_server(sock, role, key)
+    except (OSError, LaneError) as error:
+        sock.close()
+        raise LaneError(f"no {role} lane to {peer} at {address}: {error}") from error
+    return Lane(sock, peer)
+
+
+def _prove_to_server(sock: socket.socket, role: str, key: bytes) -> None:
+    deadline = time.monotonic() + HANDSHAKE_S
+    name, mine = role.encode().ljust(_ROLE, b"\0"), secrets.token_bytes(_NONCE)
+    sock.sendall(_HELLO + name + mine)
+    theirs = _exactly(sock, _NONCE, deadline)
+    _require_mac(_exactly(sock, _DIGEST, deadline), _mac(key, b"server", name, mine, theirs))
+    sock.sendall(_mac(key, b"client", name, mine, theirs))
+    if _exactly(sock, 1, deadline) != b"\1":
+        raise LaneError("the handshake was not accepted")
+
+
+def _prove_to_client(sock: socket.socket, key: bytes) -> str:
+    deadline = time.monotonic() + HANDSHAKE_S
+    _tune(sock)
+    if _exactly(sock, len(_HELLO), deadline) != _HELLO:
+        raise LaneError("the peer does not speak this protocol")
+    name, theirs, mine = _exactly(sock, _ROLE, deadline), _exactly(sock, _NONCE, deadline), secrets.token_bytes(_NONCE)
+    sock.sendall(mine + _mac(key, b"server", name, theirs, mine))
+    _require_mac(_exactly(sock, _DIGEST, deadline), _mac(key, b"client", name, theirs, mine))
+    sock.sendall(b"\1")
+    return name.rstrip(b"\0").decode("ascii", "replace")
+
+
+def _mac(key: bytes, side: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, side + b"".join(parts), "sha256")
+
+
+def _require_mac(got: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(got, expected):
+        raise LaneError("the other side does not hold this pipeline's key")
+
+
+def _exactly(sock: socket.socket, n: int, deadline: float) -> bytes:
+    data = b""
+    while len(data) < n:
+        sock.settimeout(_left(deadline))
+        more = sock.recv(n - len(data))
+        if not more:
+            raise LaneError("the other side closed the connection in the handshake")
+        data += more
+    return data
+
+
+def _bind(address: str) -> socket.socket:
+    family, target = _target(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.bind(target)
+        sock.listen(MAX_PENDING_HANDSHAKES)
+    except OSError as error:
+        sock.close()
+        raise LaneError(f"cannot listen at {address}: {error}") from error
+    return sock
+
+
+def _target(address: str) -> tuple[int, str | tuple[str, int]]:
+    kind, _, rest = address.partition(":")
+    if kind == "unix":
+        return socket.AF_UNIX, rest
+    host, _, port = rest.rpartition(":")
+    if kind != "tcp" or not port.isdigit():
+        raise LaneError(f"a lane address {address!r}: it must be unix:PATH or tcp:HOST:PORT")
+    return socket.AF_INET, (host, int(port))
+
+
+def _tcp_address(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"tcp:{host}:{port}"
+
+
+def _tune(sock: socket.socket) -> None:
+    if sock.family == socket.AF_INET:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+

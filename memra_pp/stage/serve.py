@@ -1,0 +1,65 @@
+"""A stage's loops over its lanes: frames from upstream to downstream, and the control lane beside them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from ..errors import LaneError
+from .frames import Entry, Frame
+from .lanes import Lane
+from .worker import StageWorker
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.5
+SEND_S = 60.0
+HEARTBEAT_S = 1.0
+SILENCE_S = 60.0
+"""A stage whose driver sends no heartbeat for this long ends itself."""
+
+
+def serve_frames(worker: StageWorker, up: Lane, down: Lane, stop: threading.Event) -> None:
+    """Receives, applies and passes on frames until `stop` is set.
+
+    Raises:
+        LaneError: a neighbour is gone.
+    """
+    counters = worker.counters
+    idle_since = time.perf_counter()
+    while not stop.is_set():
+        frame = up.recv(IDLE_S)
+        if frame is None:
+            continue
+        counters.wait_s += time.perf_counter() - idle_since
+        worker.apply(frame)
+        down.send(frame, SEND_S)
+        idle_since = time.perf_counter()
+
+
+def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> None:
+    """Answers the driver's heartbeats and questions until it says stop, closes the lane or falls silent; then sets `stop`.
+
+    A question is a frame of one entry: `ping`, `stats` or `stop`; its answer carries the entry's ack.
+    """
+    try:
+        while not stop.is_set():
+            frame = lane.recv(SILENCE_S)
+            if frame is None:
+                log.error("%s: no heartbeat from the driver for %.0f s; ending", worker.spec, SILENCE_S)
+                return
+            for entry in frame.entries:
+                if entry.op == "stop":
+                    return
+                entry.acks.append(worker.stats() if entry.op == "stats" else None)
+            lane.send(frame, SEND_S)
+    except LaneError as error:
+        log.warning("%s: the driver's control lane ended (%s)", worker.spec, error)
+    finally:
+        stop.set()
+
+
+def question(op: str, frame_id: int) -> Frame:
+    """A control frame: `op` is ping, stats or stop."""
+    return Frame(frame_id, [Entry(op, 0, 0, 0)])

@@ -42,7 +42,7 @@ F32x16, I32x16 = Vector(types.float32, LANES), Vector(types.int32, LANES)
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, vector: Vector) -> None:
-        super().__init__(manager, vector, vector.llvm)
+        super().__init__(manager, vector, vector.llvm)  # type: ignore[no-untyped-call]
 
 
 def _spread(context: Any, builder: ir.IRBuilder, value: ir.Value, kind: types.Type, vector: Vector) -> ir.Value:
@@ -56,7 +56,7 @@ def _spread(context: Any, builder: ir.IRBuilder, value: ir.Value, kind: types.Ty
 
 
 def _define_operator(function: Callable[..., Any], of_floats: str | None, of_ints: str) -> None:
-    @infer_global(function)
+    @infer_global(function)  # type: ignore[no-untyped-call]
     class _Typing(AbstractTemplate):
         def generic(self, args: tuple[types.Type, ...], kws: dict[str, types.Type]) -> Any:
             vectors = {kind for kind in args if isinstance(kind, Vector)}
@@ -74,7 +74,7 @@ def _define_operator(function: Callable[..., Any], of_floats: str | None, of_int
         return getattr(builder, str(name))(left, right)
 
     for kinds in ((Vector, Vector), (Vector, types.Number), (types.Number, Vector)):
-        lower_builtin(function, *kinds)(lower)
+        lower_builtin(function, *kinds)(lower)  # type: ignore[no-untyped-call]
 
 
 _define_operator(operator.add, "fadd", "add")

@@ -1,0 +1,27 @@
+"""A process in which numba cannot be imported still packs blocks, and says once that it is slower."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PROGRAM = """
+import importlib.util, logging, sys, types
+logging.basicConfig(format="%(message)s")
+sys.modules["numba"] = None
+import memra_pp
+folder = importlib.util.find_spec("memra_pp").submodule_search_locations[0] + "/kernels"
+package = types.ModuleType("memra_pp.kernels")
+package.__path__ = [folder]
+sys.modules["memra_pp.kernels"] = package
+from memra_pp.kernels import blocks
+import numpy as np
+x = np.arange(32, dtype=np.float32)
+print(blocks.backend(), blocks.quantize("q8_0", x)[-1])
+"""
+
+
+def test_numpy_takes_over_and_says_so():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["numpy", "127"]
+    assert done.stderr.count("numba is not installed") == 1

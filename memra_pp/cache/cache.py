@@ -105,7 +105,13 @@ class Cache:
 
     @classmethod
     def new_ppn(
-        cls, devs: Sequence[KvDev], fence: Sequence[int], cfg: ModelConfig, max_ctx: int, *, policy: KvPolicy | None = None
+        cls,
+        devs: Sequence[KvDev],
+        fence: Sequence[int],
+        cfg: ModelConfig,
+        max_ctx: int,
+        *,
+        policy: KvPolicy | None = None,
     ) -> Cache:
         """A whole model's cache, each layer through the device of the stage that runs it; MTP layers through the last.
 

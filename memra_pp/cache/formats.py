@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Literal
 
 from ..config import KvPlan
@@ -171,6 +171,6 @@ def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
     return value
 
 
-@lru_cache(maxsize=None)
+@cache
 def _log_pair_once(k: str, v: str) -> None:
     log.info("K/V cache formats: K %s, V %s", k, v)

@@ -79,9 +79,7 @@ def _pattern(
 
 def _no_mtp(f: Fields) -> None:
     if n_mtp(f):
-        raise f.refuse(
-            f"layer {n_trunk(f)}: {n_mtp(f)} MTP blocks, which no published {f.arch} has: no rule sizes them"
-        )
+        raise f.refuse(f"layer {n_trunk(f)}: {n_mtp(f)} MTP blocks, which no published {f.arch} has: no rule sizes them")
 
 
 def llama(f: Fields) -> Sequence[LayerPlan]:
@@ -105,9 +103,7 @@ def qwen(f: Fields) -> Sequence[LayerPlan]:
     kinds = f.kinds("layer_types", n, (SLIDING, FULL)) or [SLIDING if il >= first else FULL for il in range(n)]
     if SLIDING in kinds and not on:
         il = kinds.index(SLIDING)
-        raise f.refuse(
-            f"layer {il}: layer_types says {SLIDING}, but use_sliding_window or sliding_window is off; fix one"
-        )
+        raise f.refuse(f"layer {il}: layer_types says {SLIDING}, but use_sliding_window or sliding_window is off; fix one")
     return _by_kind(f, kinds)
 
 

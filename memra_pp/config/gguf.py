@@ -56,9 +56,7 @@ KEYS: Mapping[str, str] = {
 }
 """Hugging Face name -> the key after `<arch>.`, where both mean the same."""
 
-TOKEN_IDS = {
-    f"{k}_token_id": f"tokenizer.ggml.{v}_token_id" for k, v in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))
-}
+TOKEN_IDS = {f"{k}_token_id": f"tokenizer.ggml.{v}_token_id" for k, v in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
 
 
 def read_gguf(path: str | PathLike[str]) -> ModelConfig:
@@ -166,9 +164,7 @@ def _hybrid(f: Fields, meta: Mapping[str, Any]) -> dict[str, Any]:
     """The V heads' size is `ssm.inner_size` shared out among `ssm.time_step_rank` heads."""
     inner, heads = meta.get("ssm.inner_size"), f.count("linear_num_value_heads")
     if type(inner) is not int or inner < heads or inner % heads:
-        raise f.refuse(
-            f"{f.arch}.ssm.inner_size={show(inner)} is not a multiple of {f.arch}.ssm.time_step_rank={heads}"
-        )
+        raise f.refuse(f"{f.arch}.ssm.inner_size={show(inner)} is not a multiple of {f.arch}.ssm.time_step_rank={heads}")
     return {**_plain(f, meta), "linear_value_head_dim": inner // heads}
 
 
@@ -210,9 +206,7 @@ def _by_kind(f: Fields, name: str) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for il, (kind, one) in enumerate(zip(kinds, value, strict=False)):
         if out.setdefault(kind, one) != one:
-            raise f.refuse(
-                f"layer {il}: {f.key(name)} is {one}, but {out[kind]} in an earlier {kind} layer; no rule sizes it"
-            )
+            raise f.refuse(f"layer {il}: {f.key(name)} is {one}, but {out[kind]} in an earlier {kind} layer; no rule sizes it")
     return {kind: out.get(kind, next(iter(out.values()))) for kind in (FULL, SLIDING)}
 
 

@@ -90,9 +90,7 @@ class GgufArray(Sequence[Any]):
                 pos = start + unpack(data, pos)[0]
                 out.append(data[start:pos].decode())
         except UnicodeDecodeError as e:
-            raise ConfigError(
-                f"{self._path}: {self._key}[{len(out)}] is not UTF-8 ({e.reason}); the file is damaged"
-            ) from e
+            raise ConfigError(f"{self._path}: {self._key}[{len(out)}] is not UTF-8 ({e.reason}); the file is damaged") from e
         return out
 
 

@@ -55,14 +55,11 @@ def read_text(arch: str, raw: Mapping[str, Any], where: str, spelled: Mapping[st
     """
     for name, what in _UNSIZED.items():
         if raw.get(name) is not None:
-            raise ConfigError(
-                f"{where}: {arch}: layer 0 keeps {what} ({name}={show(raw[name])}), which cannot be sized"
-            )
+            raise ConfigError(f"{where}: {arch}: layer 0 keeps {what} ({name}={show(raw[name])}), which cannot be sized")
     family = FAMILIES.get(arch)
     if family is None:
         raise ConfigError(
-            f"{where}: architecture {show(arch)} has no rule that sizes its layers (layer 0 on); "
-            f"known: {', '.join(FAMILIES)}"
+            f"{where}: architecture {show(arch)} has no rule that sizes its layers (layer 0 on); known: {', '.join(FAMILIES)}"
         )
     f = Fields(arch, {**family.defaults, **raw}, where, spelled)
     layers = tuple(family.layers(f))
@@ -71,9 +68,7 @@ def read_text(arch: str, raw: Mapping[str, Any], where: str, spelled: Mapping[st
         n_trunk=n_trunk(f),
         n_embd=f.count("hidden_size"),
         n_vocab=f.count("vocab_size", most=MAX_VOCAB),
-        max_ctx=f.count(
-            "max_position_embeddings" if f.given("max_position_embeddings") else "max_seq_len", most=MAX_ROWS
-        ),
+        max_ctx=f.count("max_position_embeddings" if f.given("max_position_embeddings") else "max_seq_len", most=MAX_ROWS),
         layers=layers,
         hparams=normalise(f, layers),
     )

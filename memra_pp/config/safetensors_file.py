@@ -94,9 +94,7 @@ def _merge(files: Iterable[Path]) -> dict[str, SafeTensor]:
     for file in files:
         for name, info in _header(file).items():
             if name in out:
-                raise ConfigError(
-                    f"{file}: tensor {show(name)} is in {out[name].file.name} too; leave one of the files"
-                )
+                raise ConfigError(f"{file}: tensor {show(name)} is in {out[name].file.name} too; leave one of the files")
             out[name] = info
     return out
 

@@ -111,7 +111,9 @@ def _fence(cfg: ModelConfig, stages: int | None, cuts: Sequence[int] | None) -> 
     if cuts is not None:
         fence = fence_from_cuts(cfg, cuts)
         if stages is not None and stages != len(fence) - 1:
-            raise ConfigError(f"stages={stages} with {len(fence) - 2} cuts, which make {len(fence) - 1} stages: pass one of them")
+            raise ConfigError(
+                f"stages={stages} with {len(fence) - 2} cuts, which make {len(fence) - 1} stages: pass one of them"
+            )
         return fence
     if stages is not None:
         return even_fence(cfg, stages)
@@ -126,7 +128,8 @@ def _model_path(model: str | PathLike[str]) -> Path:
 
 
 def _budgets(budget_bytes: int | Sequence[int] | None, stages: int) -> list[int | None]:
-    budgets = [budget_bytes] * stages if budget_bytes is None or isinstance(budget_bytes, int) else list(budget_bytes)
+    shared = budget_bytes is None or isinstance(budget_bytes, int)
+    budgets: list[int | None] = [budget_bytes] * stages if shared else list(budget_bytes)  # type: ignore[list-item,arg-type]
     if len(budgets) != stages or any(b is not None and b < 1 for b in budgets):
         raise ConfigError(f"budget_bytes={budget_bytes}: one number of at least 1, or {stages} of them, one a stage")
     return budgets

@@ -19,7 +19,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ..errors import ConfigError, LaneError, MemraError, StageError
 from ..models.protocol import StageModel
-from ..stage.actor import StageActor
+from ..stage.actor import StageActor, node_ip
 from ..stage.lanes import KEY_BYTES, Lane, Listener, connect
 from ..stage.spec import StageSpec
 from .lane_chain import LaneChain
@@ -172,10 +172,11 @@ class _Launch:
         shutil.rmtree(self._dir, ignore_errors=True)
 
     def _place(self) -> None:
-        have = ray.cluster_resources().get("CPU", 0)
+        have = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
         if have < len(self._specs):
             raise ConfigError(f"{len(self._specs)} stages need a CPU each and this Ray cluster has {have:.0f}: use fewer")
-        placed = [StageActor.options(num_cpus=1).remote(self._key) for _ in self._specs]
+        actor_class: Any = StageActor
+        placed = [actor_class.options(num_cpus=1).remote(self._key) for _ in self._specs]
         self._actors = placed
         where = self._each([actor.where.remote() for actor in placed], START_S)
         nodes = list(dict.fromkeys(w["node"] for w in where))
@@ -203,7 +204,7 @@ class _Launch:
         here = ray.get_runtime_context().get_node_id()
         if all(w["node"] == here for w in self._where):
             return f"unix:{self._dir}/{name}"
-        return f"tcp:{where['ip'] if where else ray.util.get_node_ip_address()}:0"
+        return f"tcp:{where['ip'] if where else node_ip()}:0"
 
     def _lane(self, address: str, role: str, peer: str) -> Lane:
         lane = connect(address, role, self._key, WIRE_S, peer)

@@ -23,7 +23,13 @@ class Pipeline:
     """Stages that are loaded and wired. `with memra_pp.launch(...) as pipe:` leaves nothing running behind it."""
 
     def __init__(
-        self, model: Path, specs: Sequence[StageSpec], chain: Chain, max_ctx: int, prefill_chunk: int, step_timeout: float
+        self,
+        model: Path,
+        specs: Sequence[StageSpec],
+        chain: Chain,
+        max_ctx: int,
+        prefill_chunk: int,
+        step_timeout: float,
     ) -> None:
         self.cfg = specs[0].cfg
         self.fence = specs[0].fence
@@ -84,9 +90,7 @@ class Pipeline:
         self._open(session)
         return session
 
-    def generate(
-        self, prompt: Iterable[int], *, max_new_tokens: int, eos_ids: Iterable[int] | None = None
-    ) -> Iterator[int]:
+    def generate(self, prompt: Iterable[int], *, max_new_tokens: int, eos_ids: Iterable[int] | None = None) -> Iterator[int]:
         """Greedy tokens after a prompt, one by one, until `max_new_tokens`, the context's end or one of `eos_ids`
         (default: the model's own), which is not given out.
 

@@ -100,7 +100,7 @@ class Session:
 
     def decode(self, token: int) -> F32:
         """Feeds one token; f32 `[n_vocab]`, the distribution after it."""
-        return self._step(self._checked([token]), "last")[0]
+        return self._feed(self._checked([token]))
 
     def verify(self, tokens: Iterable[int]) -> F32:
         """Feeds a draft in one step; f32 `[len(tokens), n_vocab]`, row `i` being the distribution after token `i`.
@@ -159,14 +159,14 @@ class Session:
         self.close()
 
     def _feed(self, tokens: list[int], want: str = "logits") -> Array:
-        """Feeds tokens in chunks; the answer for the last row."""
+        """Feeds tokens in chunks; the answer for the last row: its logits, or i32 `[]` with `want="argmax"`."""
         chunk = self._pipe.prefill_chunk
         self._require_open()
         self._plan.check_append(len(tokens), chunk)
         *head, last = _chunks(tokens, chunk)
         for part in head:
             self._step(part, "none")
-        return self._step(last, "last", want)[0]
+        return np.asarray(self._step(last, "last", want)[0])
 
     def _step(self, tokens: list[int], logits: LogitRows, want: str = "logits") -> Array:
         """One entry through the chain; its answer rows (none for `logits="none"`)."""

@@ -147,6 +147,4 @@ def _check_plane(name: str, plane: NDArray[np.uint8], token_bytes: int, rows: in
     if plane.dtype != np.uint8 or plane.ndim != 1 or not plane.flags.c_contiguous:
         raise InputError(f"{name} is {plane.dtype} {plane.shape}; it must be a C-contiguous 1-D uint8 array")
     if plane.size < rows * token_bytes:
-        raise InputError(
-            f"{name} holds {plane.size // token_bytes} rows, row {rows - 1} is needed; store the rows first"
-        )
+        raise InputError(f"{name} holds {plane.size // token_bytes} rows, row {rows - 1} is needed; store the rows first")

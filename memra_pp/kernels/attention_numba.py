@@ -93,9 +93,7 @@ def _first_key(at: int, window: int) -> int:
 
 
 @kernel
-def _unpack(
-    code: int, plane: U8Array, at: int, stride: int, out: F32Array, to: int, rows: int, blocks_a_row: int
-) -> None:
+def _unpack(code: int, plane: U8Array, at: int, stride: int, out: F32Array, to: int, rows: int, blocks_a_row: int) -> None:
     """The elements of `rows` rows of one head, `stride` bytes apart, one after the other."""
     width = blocks_a_row * 32
     if code == 0:
@@ -233,9 +231,7 @@ def _one_sum(weights: F32Array, vector: int, first: int, last: int, values: F32A
 
 
 @kernel
-def _four_sums(
-    weights: F32Array, vector: int, first: int, last: int, values: F32Array, dim: int, sums: F32Array
-) -> None:
+def _four_sums(weights: F32Array, vector: int, first: int, last: int, values: F32Array, dim: int, sums: F32Array) -> None:
     for lane in range(vector * dim, (vector + 1) * dim, 32):
         sum0, sum1 = load(sums, lane, 32), load(sums, lane + dim, 32)
         sum2, sum3 = load(sums, lane + 2 * dim, 32), load(sums, lane + 3 * dim, 32)

@@ -112,9 +112,7 @@ def _whole_blocks(fmt: str, name: str, array: NDArray[Any], dtype: type, unit: i
 
 def _contiguous(name: str, array: NDArray[Any]) -> None:
     if not array.flags.c_contiguous:
-        raise InputError(
-            f"{name} has strides {array.strides}; it must be C-contiguous; pass np.ascontiguousarray({name})"
-        )
+        raise InputError(f"{name} has strides {array.strides}; it must be C-contiguous; pass np.ascontiguousarray({name})")
 
 
 def _flat(name: str, array: NDArray[Any], dtype: type, size: int) -> None:

@@ -103,9 +103,7 @@ def _has_nan(values: Lanes) -> bool:
 @kernel
 def _first_zero(first: Lanes, second: Lanes) -> np.float32:
     """The first element that is 0 or -0: of two equal minima the reference keeps the earlier one, sign and all."""
-    zeros = matches(as_bits(first) & MAGNITUDE, "==", 0) | (
-        matches(as_bits(second) & MAGNITUDE, "==", 0) << np.uint32(16)
-    )
+    zeros = matches(as_bits(first) & MAGNITUDE, "==", 0) | (matches(as_bits(second) & MAGNITUDE, "==", 0) << np.uint32(16))
     signs = matches(as_bits(first), "<", 0) | (matches(as_bits(second), "<", 0) << np.uint32(16))
     negative = (signs >> np.uint32(lowest_set(zeros))) & np.uint32(1)
     return np.float32(-0.0) if negative else np.float32(0.0)

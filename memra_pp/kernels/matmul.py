@@ -94,14 +94,10 @@ def matmul(x: F32Array, packed: PackedMatrix, threads: Threads, out: F32Array | 
     if out is None:
         out = np.empty(shape, np.float32)
     elif out.dtype != np.float32 or out.shape != shape or not out.flags.c_contiguous:
-        raise InputError(
-            f"out is {out.dtype} {out.shape} with strides {out.strides}; it must be C-contiguous float32 {shape}"
-        )
+        raise InputError(f"out is {out.dtype} {out.shape} with strides {out.strides}; it must be C-contiguous float32 {shape}")
     if len(x):
         panels = packed.panels
-        threads.run(
-            _multiply, len(panels), 1, x.reshape(-1), len(x), packed.n_in, panels.reshape(-1), panels.shape[1], out
-        )
+        threads.run(_multiply, len(panels), 1, x.reshape(-1), len(x), packed.n_in, panels.reshape(-1), panels.shape[1], out)
     return out
 
 
@@ -156,9 +152,7 @@ def _one_row(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out:
 
 
 @kernel
-def _two_rows(
-    x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int
-) -> None:
+def _two_rows(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int) -> None:
     first = second = splat(np.float32(0), LANES)
     for k in range(depth):
         weights = load(panels, at + k * PANEL, LANES)
@@ -169,9 +163,7 @@ def _two_rows(
 
 
 @kernel
-def _six_rows(
-    x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int
-) -> None:
+def _six_rows(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int) -> None:
     row0 = row1 = row2 = row3 = row4 = row5 = splat(np.float32(0), LANES)
     for k in range(depth):
         weights, at_k = load(panels, at + k * PANEL, LANES), x_at + k

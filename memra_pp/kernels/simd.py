@@ -67,9 +67,7 @@ def _define_operator(function: Callable[..., Any], of_floats: str | None, of_int
 
     def lower(context: Any, builder: ir.IRBuilder, signature: Any, args: tuple[ir.Value, ir.Value]) -> ir.Value:
         vector = signature.return_type
-        left, right = (
-            _spread(context, builder, value, kind, vector) for value, kind in zip(args, signature.args, strict=True)
-        )
+        left, right = (_spread(context, builder, value, kind, vector) for value, kind in zip(args, signature.args, strict=True))
         name = of_floats if vector.element == types.float32 else of_ints
         return getattr(builder, str(name))(left, right)
 

@@ -45,7 +45,9 @@ class Gemma3Params:
         """Raises ConfigError for a rope scaling or soft cap that this forward does not compute."""
         h = cfg.hparams
         if h.get("attn_logit_softcapping"):
-            raise ConfigError(f"{cfg.arch}: attn_logit_softcapping={h['attn_logit_softcapping']} is not computed; it must be null")
+            raise ConfigError(
+                f"{cfg.arch}: attn_logit_softcapping={h['attn_logit_softcapping']} is not computed; it must be null"
+            )
         if h.get("rope_type", "default") not in ("default", "linear"):
             raise ConfigError(f"{cfg.arch}: rope_type={h['rope_type']!r} is not computed; it must be default or linear")
         return cls(
@@ -126,7 +128,8 @@ class Gemma3:
         if self.params.final_softcap is None:
             return logits
         cap = np.float32(self.params.final_softcap)
-        return np.tanh(logits / cap) * cap
+        capped: F32 = np.tanh(logits / cap) * cap
+        return capped
 
     def run_layers(self, batch: StepBatch, x: F32, caches: Sequence[Cache]) -> F32:
         """The layers alone: f32 `[rows, n_embd]` in and out."""
@@ -180,9 +183,7 @@ def _heads(flat: F32, head_dim: int, norm: F32, eps: float, rope: tuple[F32, F32
 
 def _spec(kv: KvLayer, scale: float) -> AttentionSpec:
     plan, layout = kv.plan, kv.layout
-    return AttentionSpec(
-        plan.n_head_kv, plan.head_dim_k, plan.head_dim_v, layout.k_fmt, layout.v_fmt, plan.window, scale
-    )
+    return AttentionSpec(plan.n_head_kv, plan.head_dim_k, plan.head_dim_v, layout.k_fmt, layout.v_fmt, plan.window, scale)
 
 
 def _load_layer(weights: Weights, params: Gemma3Params, il: int, device: CpuDev) -> Gemma3Layer:
@@ -238,9 +239,7 @@ def _norm(weights: Weights, name: str) -> F32:
 
 def _inv_freq(plan: KvPlan, params: Gemma3Params) -> F32:
     """Rotary frequencies, f32 `[head_dim/2]`: `theta^(-2i/d)`, divided by the linear scaling factor on global layers."""
-    theta, factor = (
-        (params.theta_global, params.rope_factor_global) if plan.window is None else (params.theta_local, 1.0)
-    )
+    theta, factor = (params.theta_global, params.rope_factor_global) if plan.window is None else (params.theta_local, 1.0)
     exponent = np.arange(0, plan.head_dim_k, 2, dtype=np.float32) / np.float32(plan.head_dim_k)
     freq: Any = np.float32(1.0) / np.power(np.float32(theta), exponent, dtype=np.float32)
     return np.asarray(freq / np.float32(factor), np.float32)

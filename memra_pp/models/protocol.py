@@ -31,6 +31,11 @@ class Segment:
     logits: LogitRows = "last"
     snapshot_at: int | None = None
 
+    @property
+    def logit_count(self) -> int:
+        """How many of the rows, the last ones, logits are computed for."""
+        return {"none": 0, "last": 1, "all": self.rows}[self.logits]
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -52,9 +57,10 @@ class StepBatch:
     @cached_property
     def logit_rows(self) -> NDArray[np.int64]:
         """Batch rows that logits are wanted for, in order."""
-        wanted = {"none": lambda s: [], "last": lambda s: [s.stop - 1], "all": lambda s: range(s.start, s.stop)}
-        pairs = zip(self.segments, self.slices, strict=True)
-        return np.array([row for segment, where in pairs for row in wanted[segment.logits](where)], np.int64)
+        rows: list[int] = []
+        for segment, where in zip(self.segments, self.slices, strict=True):
+            rows += range(where.stop - segment.logit_count, where.stop)
+        return np.array(rows, np.int64)
 
 
 class StageModel(Protocol):

@@ -156,9 +156,7 @@ def _from_gguf(path: Path) -> Vocabulary:
     tokens, scores, types = (_array(path, meta, name) for name in ("tokens", "scores", "token_type"))
     n = len(tokens)
     if not n or len(scores) != n or len(types) != n:
-        raise ConfigError(
-            f"{path}: {n} tokens, {len(scores)} scores and {len(types)} types; there must be one of each a token"
-        )
+        raise ConfigError(f"{path}: {n} tokens, {len(scores)} scores and {len(types)} types; there must be one of each a token")
 
     def token_id(name: str) -> int | None:
         value = meta.get(f"tokenizer.ggml.{name}_token_id")

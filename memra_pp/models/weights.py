@@ -86,9 +86,7 @@ class Weights(ABC):
         at = np.asarray(ids, np.int64).reshape(-1)
         outside = at[(at < 0) | (at >= len(data))]
         if len(outside):
-            raise InputError(
-                f"row {outside[0]} of {name}: it has rows 0 to {len(data) - 1}; give token ids of this model"
-            )
+            raise InputError(f"row {outside[0]} of {name}: it has rows 0 to {len(data) - 1}; give token ids of this model")
         return self._decode(data[at], decode)
 
     def chunks(self, name: str, rows: int) -> Iterator[tuple[int, F32]]:
@@ -227,9 +225,7 @@ class GgufWeights(Weights):
         self.cfg = config_of(self._file)
         if self.cfg.arch not in GGUF_NAMES:
             known = ", ".join(GGUF_NAMES)
-            raise ConfigError(
-                f"{path}: tensors of a {self.cfg.arch} GGUF are not read; read here: {known}; use safetensors"
-            )
+            raise ConfigError(f"{path}: tensors of a {self.cfg.arch} GGUF are not read; read here: {known}; use safetensors")
         parts = self._file.metadata.get("split.count", 1)
         if parts != 1:
             raise ConfigError(f"{path}: one of {parts} parts; merge them first (llama-gguf-split --merge)")

@@ -18,7 +18,7 @@ from .worker import StageWorker
 WIRE_S = 30.0
 
 
-@ray.remote(max_restarts=0, max_task_retries=0, max_concurrency=1, concurrency_groups={"admin": 1})
+@ray.remote(max_restarts=0, max_task_retries=0)
 class StageActor:
     """One stage. `where`, `load`, `wire`, then one long `serve`."""
 
@@ -31,7 +31,11 @@ class StageActor:
 
     def where(self) -> dict[str, Any]:
         """Where Ray put this actor: node id, address and process."""
-        return {"node": ray.get_runtime_context().get_node_id(), "ip": ray.util.get_node_ip_address(), "pid": os.getpid()}
+        return {
+            "node": ray.get_runtime_context().get_node_id(),
+            "ip": node_ip(),
+            "pid": os.getpid(),
+        }
 
     def load(self, spec: StageSpec, model: type[StageModel], address: str) -> str:
         """Loads the stage's weights and listens at `address`; the address to connect to."""
@@ -65,3 +69,8 @@ class StageActor:
         if self._worker is None or self._listener is None:
             raise StageError("this stage has not loaded its weights yet")
         return self._worker, self._listener
+
+
+def node_ip() -> str:
+    """The address under which this node's peers reach it."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]

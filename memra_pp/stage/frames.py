@@ -88,7 +88,7 @@ def encode(frame: Frame) -> list[bytes | memoryview]:
     buffers: list[bytes | memoryview] = [PREFIX.pack(MAGIC, len(header), body) + header + _PADDING[:pad]]
     for a in arrays:
         if a.nbytes:
-            buffers.append(memoryview(a).cast("B"))
+            buffers.append(a.data.cast("B"))
         if a.nbytes % ALIGN:
             buffers.append(_PADDING[: _padded(a.nbytes) - a.nbytes])
     return buffers

@@ -266,5 +266,3 @@ def _tcp_address(sock: socket.socket) -> str:
 def _tune(sock: socket.socket) -> None:
     if sock.family == socket.AF_INET:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-

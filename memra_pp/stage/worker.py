@@ -163,9 +163,7 @@ class StageWorker:
             raise StageError(f"{self.spec}: session {entry.session} is open already, or {MAX_SESSIONS} are")
         before = self.device.allocated_bytes
         args, layers = entry.args, self.spec.layers
-        cache = Cache.new_ppn_slice(
-            self.device, layers.start, layers.stop, self.spec.cfg, args["ctx"], policy=self.spec.policy
-        )
+        cache = Cache.new_ppn_slice(self.device, layers.start, layers.stop, self.spec.cfg, args["ctx"], policy=self.spec.policy)
         try:
             copies = state_copies(args["snapshots"], args["recurrent"], args["speculate"])
             snapshots = [cache.new_snapshot() for _ in range(copies)]
@@ -220,11 +218,10 @@ class StageWorker:
 
 def _answers(batch: StepBatch, entries: Sequence[Entry], logits: Array) -> list[Array]:
     """One array an entry that asked for something: its logits rows f32 `[n, n_vocab]`, or their argmax i32 `[n]`."""
-    counts = {"none": 0, "last": 1}
     answers: list[Array] = []
     at = 0
     for segment, entry in zip(batch.segments, entries, strict=True):
-        n = counts.get(segment.logits, segment.rows)
+        n = segment.logit_count
         entry.rows = 0
         if n == 0:
             continue

@@ -31,12 +31,8 @@ class Case:
         rng = np.random.default_rng(seed)
         self.spec = spec
         self.q = rng.standard_normal((tokens, spec.n_head_kv * group, spec.head_dim_k), dtype=np.float32)
-        self.k = blocks.quantize(
-            spec.k_fmt, rng.standard_normal((tokens, spec.n_head_kv * spec.head_dim_k), dtype=np.float32)
-        )
-        self.v = blocks.quantize(
-            spec.v_fmt, rng.standard_normal((tokens, spec.n_head_kv * spec.head_dim_v), dtype=np.float32)
-        )
+        self.k = blocks.quantize(spec.k_fmt, rng.standard_normal((tokens, spec.n_head_kv * spec.head_dim_k), dtype=np.float32))
+        self.v = blocks.quantize(spec.v_fmt, rng.standard_normal((tokens, spec.n_head_kv * spec.head_dim_v), dtype=np.float32))
 
     def run(self, pos, stop, threads, base=0):
         """Rows `[pos, stop)`, from planes that hold rows `[base, stop)`."""

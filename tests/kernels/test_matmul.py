@@ -60,9 +60,7 @@ def test_padding_is_counted_and_zero(pools):
 
 def test_weights_may_be_any_view(pools):
     w = normal(100, 64)
-    np.testing.assert_array_equal(
-        PackedMatrix.pack(w.T, pools[0]).panels, PackedMatrix.pack(w.T.copy(), pools[0]).panels
-    )
+    np.testing.assert_array_equal(PackedMatrix.pack(w.T, pools[0]).panels, PackedMatrix.pack(w.T.copy(), pools[0]).panels)
 
 
 def test_out_is_written_and_returned(pools):

@@ -173,7 +173,7 @@ def test_windows_of_mistral_and_qwen():
     kinds = ["sliding_attention", "full_attention"] * 2
     assert windows({**on, "layer_types": kinds}) == [64, None] * 2
     assert {p.ring for p in ModelConfig.from_hf({**MISTRAL, "sliding_window": 64}).layers} == {"reader"}
-    with pytest.raises(ConfigError, match="layer 0.*use_sliding_window"):
+    with pytest.raises(ConfigError, match=r"layer 0.*use_sliding_window"):
         windows({**on, "layer_types": kinds, "use_sliding_window": False})
 
 

@@ -245,7 +245,9 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_5_moe": _HYBRID,
     "qwen3_5_moe_text": _HYBRID,
     "step3p5": _STEP,
+    "step3p5_text": _STEP,
     "step3p7": _STEP,
+    "step3p7_text": _STEP,
     "gpt_oss": Family(gpt_oss, {"head_dim": 64}),
 }
 """The `model_type`s that can be sized."""

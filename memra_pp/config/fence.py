@@ -31,6 +31,8 @@ def fence_from_cuts(cfg: ModelConfig, cuts: Iterable[int]) -> Fence:
     Raises:
         ConfigError: as `check_fence`.
     """
+    if not isinstance(cuts, Iterable):
+        raise ConfigError(f"cuts={show(cuts)}: give a list of layers, each the first of a stage")
     return check_fence(cfg, [0, *cuts, cfg.n_trunk])
 
 

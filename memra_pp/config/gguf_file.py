@@ -23,7 +23,7 @@ from .fields import show
 from .ggml_types import GGML_TYPES
 
 MAX_KEYS, MAX_TENSORS = 1 << 16, 1 << 20
-MAX_KEY_BYTES, MAX_NAME_BYTES = 65535, 256
+MAX_KEY_BYTES, MAX_NAME_BYTES, MAX_STRING_BYTES = 65535, 256, 64 << 20
 MAX_DIMS = 4
 MAX_ALIGNMENT = 1 << 20
 
@@ -178,7 +178,7 @@ class _Reader:
     def value(self, key: str) -> Any:
         kind = self.number(_U32)
         if kind == _STRING:
-            return self.text(self.size, f"the string {show(key)}")
+            return self.text(MAX_STRING_BYTES, f"the string {show(key)}")
         if kind == _ARRAY:
             return self.array(key)
         if kind not in _SCALARS:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import StageError
 from ..models.protocol import Array
 from ..stage.frames import Entry, Frame
 from ..stage.worker import StageWorker
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, and how many of how many steps of a launch are done."""
 
 
 class Chain(ABC):

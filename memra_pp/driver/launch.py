@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Literal
@@ -16,7 +16,7 @@ from ..models import stage_model_for
 from ..models.protocol import StageModel
 from ..stage.spec import StageSpec
 from ..stage.worker import StageWorker
-from .chain import Chain, LocalChain
+from .chain import Chain, LocalChain, Progress
 from .pipeline import Pipeline
 
 STEP_S = 300.0
@@ -38,7 +38,7 @@ def launch(
     prefill_chunk: int = PREFILL_CHUNK,
     step_timeout: float = STEP_S,
     stage_model: type[StageModel] | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Progress | None = None,
 ) -> Pipeline:
     """Loads a model onto pipeline stages; use the result as a context manager.
 
@@ -55,7 +55,7 @@ def launch(
         prefill_chunk: most rows in one step.
         step_timeout: seconds after which a step that has not come back is an error.
         stage_model: your own `StageModel` class (default: the reference forward of the model's architecture).
-        progress: called with a short text as stages come up.
+        progress: called with a short text and the steps done and to do, as stages come up.
 
     Raises:
         ConfigError: a model, fence, policy or option that cannot be used; nothing was started.
@@ -87,11 +87,11 @@ def launch(
         for s, budget in enumerate(_budgets(budget_bytes, n))
     ]
     chosen = stage_model_for(cfg) if stage_model is None else stage_model
-    chain = _chain(backend, specs, chosen, progress or (lambda text: None))
+    chain = _chain(backend, specs, chosen, progress or (lambda text, done, of: None))
     return Pipeline(path, specs, chain, cfg.max_ctx if max_ctx is None else max_ctx, prefill_chunk, step_timeout)
 
 
-def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progress: Callable[[str], None]) -> Chain:
+def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progress: Progress) -> Chain:
     match backend:
         case "ray":
             from .launch_ray import launch_ray
@@ -99,9 +99,9 @@ def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progre
             return launch_ray(specs, model, progress)
         case "local":
             workers = []
-            for spec in specs:
+            for done, spec in enumerate(specs):
+                progress(f"loading {spec}", done, len(specs))
                 workers.append(StageWorker.load(spec, model))
-                progress(str(spec))
             return LocalChain(workers)
         case _:
             raise ConfigError(f"backend={backend!r}: choose ray or local")

@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..models.protocol import StageModel
 from ..stage.actor import StageActor, node_ip
 from ..stage.lanes import KEY_BYTES, Lane, Listener, connect
 from ..stage.spec import StageSpec
+from .chain import Progress
 from .lane_chain import LaneChain
 
 START_S = 120.0
@@ -29,7 +30,6 @@ LOAD_S = 900.0
 WIRE_S = 60.0
 STOP_S = 5.0
 OBJECT_STORE_BYTES = 100 << 20
-Progress = Callable[[str], None]
 
 
 class _Runtime:
@@ -121,11 +121,14 @@ class _Launch:
         self._acquired = False
 
     def run(self) -> LaneChain:
-        self._progress("starting Ray")
+        steps = len(self._specs) + 2
+        self._progress("starting Ray", 0, steps)
         _runtime.acquire(len(self._specs))
         self._acquired = True
         self._place()
-        addresses = self._load()
+        self._progress("loading stages", 1, steps)
+        addresses = self._load(steps)
+        self._progress("wiring the stages", steps - 1, steps)
         self._listener = Listener(self._address("driver"), self._key)
         downstream = [*addresses[1:], self._listener.address]
         peers = [*map(str, self._specs[1:]), "the driver"]
@@ -136,7 +139,6 @@ class _Launch:
         control = [self._lane(a, "control", name) for a, name in zip(addresses, names, strict=True)]
         back = self._listener.accept("frames", WIRE_S)
         self._lanes.append(back)
-        self._progress("ready")
         return LaneChain(self._specs, budgets, out, back, control, self.autopsy, self.close)
 
     def autopsy(self) -> str | None:
@@ -184,7 +186,7 @@ class _Launch:
         self._actors = [placed[i] for i in order]
         self._where = [where[i] for i in order]
 
-    def _load(self) -> list[str]:
+    def _load(self, steps: int) -> list[str]:
         refs = [
             actor.load.remote(spec, self._model, self._address(f"stage{spec.stage}", w))
             for actor, spec, w in zip(self._actors, self._specs, self._where, strict=True)
@@ -196,7 +198,8 @@ class _Launch:
             if not done:
                 raise StageError(f"{len(waiting)} stages did not load within {LOAD_S:.0f} s: look for a slow disk")
             self._each(done, START_S)
-            self._progress(str(self._specs[refs.index(done[0])]))
+            loaded = len(refs) - len(waiting)
+            self._progress(f"loaded {loaded} of {len(refs)} stages", 1 + loaded, steps)
         return self._each(refs, START_S)
 
     def _address(self, name: str, where: dict[str, Any] | None = None) -> str:

@@ -16,7 +16,7 @@ from ..models.tokenizer import Tokenizer, load_tokenizer
 from ..stage.frames import MAX_BODY_BYTES, Entry
 from ..stage.spec import StageSpec
 from .chain import Chain
-from .session import Session, SessionShape, checked_tokens
+from .session import Session, SessionShape, checked_prompt
 
 
 class Pipeline:
@@ -76,9 +76,7 @@ class Pipeline:
             AdmissionError: a stage's device cannot hold its share; the message names it and the bytes.
             StageError: a stage failed.
         """
-        tokens = checked_tokens(prompt, self.cfg.n_vocab, "prompt")
-        if len(tokens) > self.max_ctx:
-            raise InputError(f"a prompt of {len(tokens)} tokens: the context is {self.max_ctx}; shorten the prompt")
+        tokens = checked_prompt(prompt, self.cfg.n_vocab, self.max_ctx)
         _require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "0 or more")
         most = min(self.prefill_chunk, MAX_BODY_BYTES // (4 * self.cfg.n_vocab)) - 1
         _require(0 <= speculate <= most, "speculate", speculate, f"0 to {most}")

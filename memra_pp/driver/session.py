@@ -192,13 +192,25 @@ class Session:
         self._require_open()
         if not self._tokens:
             raise InputError("nothing has been fed yet: call prefill first")
-        return checked_tokens(tokens, self._pipe.cfg.n_vocab, "tokens")
+        return checked_tokens(tokens, self._pipe.cfg.n_vocab, "the list of tokens")
 
     def _require_open(self) -> None:
         if self._state == "closed":
             raise InputError("this session is closed: open another")
         if self._state == "failed":
             raise StageError("this session failed or was interrupted in a step before: close it and open another")
+
+
+def checked_prompt(prompt: Iterable[int], n_vocab: int, max_ctx: int) -> list[int]:
+    """A prompt's ids as plain integers.
+
+    Raises:
+        InputError: as `checked_tokens`, or it is longer than the context.
+    """
+    tokens = checked_tokens(prompt, n_vocab, "the prompt")
+    if len(tokens) > max_ctx:
+        raise InputError(f"a prompt of {len(tokens)} tokens: the context is {max_ctx}; shorten the prompt")
+    return tokens
 
 
 def checked_tokens(tokens: Iterable[int], n_vocab: int, name: str) -> list[int]:
@@ -210,12 +222,12 @@ def checked_tokens(tokens: Iterable[int], n_vocab: int, name: str) -> list[int]:
     try:
         ids = [operator.index(t) for t in tokens]
     except TypeError:
-        raise InputError(f"{name} must be integers: token ids from the tokenizer") from None
+        raise InputError(f"{name} must be token ids, integers from the tokenizer") from None
     if not ids:
-        raise InputError(f"{name}: there is no token; pass at least one")
+        raise InputError(f"{name} is empty: pass at least one token")
     bad = next((t for t in ids if not 0 <= t < n_vocab), None)
     if bad is not None:
-        raise InputError(f"{name} hold the id {bad}: the model's vocabulary is 0 to {n_vocab - 1}")
+        raise InputError(f"{name}: there is no token {bad}; the model's vocabulary is 0 to {n_vocab - 1}")
     return ids
 
 

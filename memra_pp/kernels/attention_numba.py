@@ -10,7 +10,7 @@ import numpy as np
 
 from . import blocks_numba as blocks
 from ._jit import F32Array, I64Array, U8Array, kernel
-from .simd import fma, larger, load, max_lanes, splat, store, sum_lanes
+from .simd import fma, larger, load, load_spread, max_lanes, splat, store, sum_lanes
 from .vector_math import exp_of_negative
 
 TILE = 32
@@ -226,7 +226,7 @@ def _one_sum(weights: F32Array, vector: int, first: int, last: int, values: F32A
     for lane in range(0, dim, 32):
         total = load(sums, vector * dim + lane, 32)
         for key in range(first, last):
-            total = fma(weights[vector * TILE + key], load(values, key * dim + lane, 32), total)
+            total = fma(load_spread(weights, vector * TILE + key, 32), load(values, key * dim + lane, 32), total)
         store(sums, vector * dim + lane, total)
 
 
@@ -238,10 +238,10 @@ def _four_sums(weights: F32Array, vector: int, first: int, last: int, values: F3
         for key in range(first, last):
             value = load(values, key * dim + lane - vector * dim, 32)
             at = vector * TILE + key
-            sum0 = fma(weights[at], value, sum0)
-            sum1 = fma(weights[at + TILE], value, sum1)
-            sum2 = fma(weights[at + 2 * TILE], value, sum2)
-            sum3 = fma(weights[at + 3 * TILE], value, sum3)
+            sum0 = fma(load_spread(weights, at, 32), value, sum0)
+            sum1 = fma(load_spread(weights, at + TILE, 32), value, sum1)
+            sum2 = fma(load_spread(weights, at + 2 * TILE, 32), value, sum2)
+            sum3 = fma(load_spread(weights, at + 3 * TILE, 32), value, sum3)
         store(sums, lane, sum0)
         store(sums, lane + dim, sum1)
         store(sums, lane + 2 * dim, sum2)

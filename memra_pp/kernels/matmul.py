@@ -11,12 +11,15 @@ import numpy as np
 
 from ..errors import InputError
 from ._jit import F32Array, kernel
-from .simd import fma, load, splat, store
+from .simd import fma, load, load_spread, prefetch, splat, store
 from .threads import Threads
 
 PANEL = 64
 """Outputs a panel: one step along K reads 256 contiguous bytes of weights."""
 DEPTH_UNIT = 8
+import os
+
+AHEAD = int(os.environ.get("AHEAD", "32"))
 """K is padded with zeros to a multiple of this."""
 
 WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
@@ -147,7 +150,7 @@ def _multiply(x: F32Array, rows: int, n_in: int, panels: F32Array, depth: int, o
 def _one_row(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int) -> None:
     total = splat(np.float32(0), LANES)
     for k in range(depth):
-        total = fma(x[x_at + k], load(panels, at + k * PANEL, LANES), total)
+        total = fma(load_spread(x, x_at + k, LANES), load(panels, at + k * PANEL, LANES), total)
     store(out, to, total)
 
 
@@ -156,8 +159,8 @@ def _two_rows(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out
     first = second = splat(np.float32(0), LANES)
     for k in range(depth):
         weights = load(panels, at + k * PANEL, LANES)
-        first = fma(x[x_at + k], weights, first)
-        second = fma(x[x_at + depth + k], weights, second)
+        first = fma(load_spread(x, x_at + k, LANES), weights, first)
+        second = fma(load_spread(x, x_at + depth + k, LANES), weights, second)
     store(out, to, first)
     store(out, to + stride, second)
 
@@ -167,12 +170,12 @@ def _six_rows(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out
     row0 = row1 = row2 = row3 = row4 = row5 = splat(np.float32(0), LANES)
     for k in range(depth):
         weights, at_k = load(panels, at + k * PANEL, LANES), x_at + k
-        row0 = fma(x[at_k], weights, row0)
-        row1 = fma(x[at_k + depth], weights, row1)
-        row2 = fma(x[at_k + 2 * depth], weights, row2)
-        row3 = fma(x[at_k + 3 * depth], weights, row3)
-        row4 = fma(x[at_k + 4 * depth], weights, row4)
-        row5 = fma(x[at_k + 5 * depth], weights, row5)
+        row0 = fma(load_spread(x, at_k, LANES), weights, row0)
+        row1 = fma(load_spread(x, at_k + depth, LANES), weights, row1)
+        row2 = fma(load_spread(x, at_k + 2 * depth, LANES), weights, row2)
+        row3 = fma(load_spread(x, at_k + 3 * depth, LANES), weights, row3)
+        row4 = fma(load_spread(x, at_k + 4 * depth, LANES), weights, row4)
+        row5 = fma(load_spread(x, at_k + 5 * depth, LANES), weights, row5)
     store(out, to, row0)
     store(out, to + stride, row1)
     store(out, to + 2 * stride, row2)

@@ -97,6 +97,23 @@ def load(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
 
 
 @intrinsic
+def prefetch(typing: Any, array: Any, at: Any, count: Any) -> Any:
+    """Asks for the cache lines of `count` f32 (a constant) from element `at` on, which need not exist."""
+
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        start = pointer(context, builder, array, args[:2], I8)
+        kind = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        name = "llvm.prefetch.p0"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, kind, name)
+        for line in range(0, count.literal_value * 4, 64):
+            address = builder.gep(start, [ir.Constant(I32, line)])
+            builder.call(function, [address, *(ir.Constant(I32, flag) for flag in (0, 3, 1))])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, count), build
+
+
+@intrinsic
 def store(typing: Any, array: Any, at: Any, vector: Any) -> Any:
     """Writes the f32 of `vector` from element `at` on."""
 
@@ -151,6 +168,18 @@ def splat(typing: Any, value: Any, lanes: Any) -> Any:
         return _spread(context, builder, args[0], types.float32, vector)
 
     return vector(types.float32, lanes), build
+
+
+@intrinsic
+def load_spread(typing: Any, array: Any, at: Any, lanes: Any) -> Any:
+    """The f32 at element `at` in each of `lanes` lanes (a constant)."""
+    vector = Vector(types.float32, lanes.literal_value)
+
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value = builder.load(pointer(context, builder, array, args[:2], F32))
+        return _spread(context, builder, value, types.float32, vector)
+
+    return vector(array, types.intp, lanes), build
 
 
 @intrinsic

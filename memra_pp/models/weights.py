@@ -28,7 +28,7 @@ U8: TypeAlias = NDArray[np.uint8]
 CHUNK_BYTES = 4 << 20
 """f32 bytes dequantised at a time by `tensor`, which bounds its scratch memory."""
 
-PLUS_ONE = re.compile(r"gemma3(_text)?|qwen3_next|qwen3_5(_moe)?(_text)?|step3p[57]")
+PLUS_ONE = re.compile(r"gemma3(_text)?|qwen3_next|qwen3_5(_moe)?(_text)?|step3p[57](_text)?")
 """`model_type`s whose RMS norms multiply by `1 + w` in the transformers library (Qwen's gated norm aside)."""
 
 

@@ -102,7 +102,7 @@ def test_bad_stages(stages):
         even_fence(STEP, stages)
 
 
-@pytest.mark.parametrize("cuts", [[0], [45], [46], [-1], [20, 10], [10, 10], [1.0], [True], ["5"]])
+@pytest.mark.parametrize("cuts", [[0], [45], [46], [-1], [20, 10], [10, 10], [1.0], [True], ["5"], "5", 5, None])
 def test_bad_cuts(cuts):
     with pytest.raises(ConfigError, match="cut"):
         fence_from_cuts(STEP, cuts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numba
@@ -17,6 +18,8 @@ Lanes: TypeAlias = Any
 """A vector of `simd` inside a kernel."""
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_SOURCES = sorted((path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in Path(__file__).parent.glob("*.py"))
+
 
 def kernel(function: Function) -> Function:
     """Compiles `function` on first use and keeps the machine code on disk.
@@ -24,7 +27,12 @@ def kernel(function: Function) -> Function:
     It runs without the GIL and with IEEE arithmetic: nothing is reassociated and no product is fused with a sum unless
     the source says `fma`, so equal inputs give equal bits wherever the compiler put the loop.
     """
-    return cast(Function, numba.njit(nogil=True, cache=True, error_model="numpy")(function))
+    compiled = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+    # numba drops kept code when the function's own file changes; ours holds code of the other kernel files too.
+    index: Any = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
+    if index is not None:
+        index._source_stamp = _SOURCES
+    return cast(Function, compiled)
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from . import blocks_numba as blocks
 from ._jit import F32Array, I64Array, U8Array, kernel
-from .simd import fma, larger, load, load_spread, max_lanes, splat, store, sum_lanes
+from .simd import fma, larger, load, load_spread, max_lanes, splat, store, sum_lanes, sum_lanes_of_four
 from .vector_math import exp_of_negative
 
 TILE = 32
@@ -140,10 +140,7 @@ def _one_by_four(
         dot1 = fma(query, load(keys, key + dim, 16), dot1)
         dot2 = fma(query, load(keys, key + 2 * dim, 16), dot2)
         dot3 = fma(query, load(keys, key + 3 * dim, 16), dot3)
-    scores[to] = sum_lanes(dot0) * scale
-    scores[to + 1] = sum_lanes(dot1) * scale
-    scores[to + 2] = sum_lanes(dot2) * scale
-    scores[to + 3] = sum_lanes(dot3) * scale
+    store(scores, to, sum_lanes_of_four(dot0, dot1, dot2, dot3) * scale)
 
 
 @kernel
@@ -160,15 +157,8 @@ def _two_by_four(
         dot1, next1 = fma(query, key1, dot1), fma(following, key1, next1)
         dot2, next2 = fma(query, key2, dot2), fma(following, key2, next2)
         dot3, next3 = fma(query, key3, dot3), fma(following, key3, next3)
-    scores[to] = sum_lanes(dot0) * scale
-    scores[to + 1] = sum_lanes(dot1) * scale
-    scores[to + 2] = sum_lanes(dot2) * scale
-    scores[to + 3] = sum_lanes(dot3) * scale
-    to += TILE
-    scores[to] = sum_lanes(next0) * scale
-    scores[to + 1] = sum_lanes(next1) * scale
-    scores[to + 2] = sum_lanes(next2) * scale
-    scores[to + 3] = sum_lanes(next3) * scale
+    store(scores, to, sum_lanes_of_four(dot0, dot1, dot2, dot3) * scale)
+    store(scores, to + TILE, sum_lanes_of_four(next0, next1, next2, next3) * scale)
 
 
 @kernel

@@ -11,19 +11,16 @@ import numpy as np
 
 from ..errors import InputError
 from ._jit import F32Array, kernel
-from .simd import fma, load, load_spread, prefetch, splat, store
+from .simd import LANES, fma, load, load_spread, splat, store, transpose
 from .threads import Threads
 
 PANEL = 64
 """Outputs a panel: one step along K reads 256 contiguous bytes of weights."""
 DEPTH_UNIT = 8
-import os
-
-AHEAD = int(os.environ.get("AHEAD", "32"))
 """K is padded with zeros to a multiple of this."""
 
 WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
-LANES = 64 if WIDE else 16
+OUTPUTS = 64 if WIDE else 16
 """Outputs of a tile: six rows of accumulators fill the registers (24 of 32 with AVX-512, 12 of 16 with AVX2)."""
 
 
@@ -80,7 +77,9 @@ class PackedMatrix:
             raise InputError(f"rows [{row0}, {row0 + len(w_rows)}) are outside the matrix's [0, {self.n_out})")
         if len(w_rows):
             first, last = row0 // PANEL, (row0 + len(w_rows) - 1) // PANEL
-            threads.run(_fill, last + 1 - first, 1, self.panels, np.ascontiguousarray(w_rows), row0)
+            flat = np.ascontiguousarray(w_rows).reshape(-1)
+            depth = self.panels.shape[1]
+            threads.run(_fill, last + 1 - first, 1, self.panels.reshape(-1), depth, flat, self.n_in, row0)
 
 
 def matmul(x: F32Array, packed: PackedMatrix, threads: Threads, out: F32Array | None = None) -> F32Array:
@@ -105,17 +104,24 @@ def matmul(x: F32Array, packed: PackedMatrix, threads: Threads, out: F32Array | 
 
 
 @kernel
-def _fill(panels: F32Array, w_rows: F32Array, row0: int, lo: int, hi: int) -> None:
-    """Writes the `lo`-th to `hi`-th of the panels that `w_rows` touches."""
-    rows, n_in = w_rows.shape
-    for index in range(row0 // PANEL + lo, row0 // PANEL + hi):
-        first, last = max(row0, index * PANEL), min(row0 + rows, (index + 1) * PANEL)
-        panel = panels[index]
-        for start in range(0, n_in, PANEL):
-            stop = min(start + PANEL, n_in)
-            for row in range(first, last):
-                for k in range(start, stop):
-                    panel[k, row - index * PANEL] = w_rows[row - row0, k]
+def _fill(panels: F32Array, depth: int, w_rows: F32Array, n_in: int, row0: int, lo: int, hi: int) -> None:
+    """Writes the `lo`-th to `hi`-th of the panels that `w_rows` touches, in squares of `LANES` where they fit."""
+    end = row0 + w_rows.size // n_in
+    for panel in range(row0 // PANEL + lo, row0 // PANEL + hi):
+        row, last = max(row0, panel * PANEL), min(end, (panel + 1) * PANEL)
+        while row < last:
+            at, to = (row - row0) * n_in, panel * depth * PANEL + row % PANEL
+            if last - row >= LANES:
+                for k in range(0, n_in - LANES + 1, LANES):
+                    transpose(w_rows, at + k, n_in, panels, to + k * PANEL, PANEL)
+                for k in range(n_in // LANES * LANES, n_in):
+                    for r in range(LANES):
+                        panels[to + k * PANEL + r] = w_rows[at + r * n_in + k]
+                row += LANES
+            else:
+                for k in range(n_in):
+                    panels[to + k * PANEL] = w_rows[at + k]
+                row += 1
 
 
 @kernel
@@ -132,7 +138,7 @@ def _multiply(x: F32Array, rows: int, n_in: int, panels: F32Array, depth: int, o
             step = 6 if rows - row >= 6 else (2 if rows - row >= 2 else 1)
             # A panel that ends past the last output goes through a tile of its own.
             target, target_at, stride = (whole, row * n_out + to, n_out) if width == PANEL else (tile, 0, PANEL)
-            for lane in range(0, PANEL, LANES):
+            for lane in range(0, PANEL, OUTPUTS):
                 if step == 6:
                     _six_rows(x, row * n_in, n_in, panels, at + lane, target, target_at + lane, stride)
                 elif step == 2:
@@ -148,34 +154,34 @@ def _multiply(x: F32Array, rows: int, n_in: int, panels: F32Array, depth: int, o
 
 @kernel
 def _one_row(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int) -> None:
-    total = splat(np.float32(0), LANES)
+    total = splat(np.float32(0), OUTPUTS)
     for k in range(depth):
-        total = fma(load_spread(x, x_at + k, LANES), load(panels, at + k * PANEL, LANES), total)
+        total = fma(load_spread(x, x_at + k, OUTPUTS), load(panels, at + k * PANEL, OUTPUTS), total)
     store(out, to, total)
 
 
 @kernel
 def _two_rows(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int) -> None:
-    first = second = splat(np.float32(0), LANES)
+    first = second = splat(np.float32(0), OUTPUTS)
     for k in range(depth):
-        weights = load(panels, at + k * PANEL, LANES)
-        first = fma(load_spread(x, x_at + k, LANES), weights, first)
-        second = fma(load_spread(x, x_at + depth + k, LANES), weights, second)
+        weights = load(panels, at + k * PANEL, OUTPUTS)
+        first = fma(load_spread(x, x_at + k, OUTPUTS), weights, first)
+        second = fma(load_spread(x, x_at + depth + k, OUTPUTS), weights, second)
     store(out, to, first)
     store(out, to + stride, second)
 
 
 @kernel
 def _six_rows(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int) -> None:
-    row0 = row1 = row2 = row3 = row4 = row5 = splat(np.float32(0), LANES)
+    row0 = row1 = row2 = row3 = row4 = row5 = splat(np.float32(0), OUTPUTS)
     for k in range(depth):
-        weights, at_k = load(panels, at + k * PANEL, LANES), x_at + k
-        row0 = fma(load_spread(x, at_k, LANES), weights, row0)
-        row1 = fma(load_spread(x, at_k + depth, LANES), weights, row1)
-        row2 = fma(load_spread(x, at_k + 2 * depth, LANES), weights, row2)
-        row3 = fma(load_spread(x, at_k + 3 * depth, LANES), weights, row3)
-        row4 = fma(load_spread(x, at_k + 4 * depth, LANES), weights, row4)
-        row5 = fma(load_spread(x, at_k + 5 * depth, LANES), weights, row5)
+        weights, at_k = load(panels, at + k * PANEL, OUTPUTS), x_at + k
+        row0 = fma(load_spread(x, at_k, OUTPUTS), weights, row0)
+        row1 = fma(load_spread(x, at_k + depth, OUTPUTS), weights, row1)
+        row2 = fma(load_spread(x, at_k + 2 * depth, OUTPUTS), weights, row2)
+        row3 = fma(load_spread(x, at_k + 3 * depth, OUTPUTS), weights, row3)
+        row4 = fma(load_spread(x, at_k + 4 * depth, OUTPUTS), weights, row4)
+        row5 = fma(load_spread(x, at_k + 5 * depth, OUTPUTS), weights, row5)
     store(out, to, row0)
     store(out, to + stride, row1)
     store(out, to + 2 * stride, row2)

@@ -115,12 +115,14 @@ def test_a_file_a_directory_and_a_dict_are_the_same(tmp_path):
 
 
 def test_both_spellings_of_rope():
-    nested = ModelConfig.from_hf(config("gemma3-tiny")).hparams
-    flat = ModelConfig.from_hf(
-        {**config("gemma3-tiny"), "rope_parameters": None, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
-    ).hparams
+    full, local = {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}, {"rope_theta": 2e4}
+    by_kind = {"full_attention": full, "sliding_attention": local}
+    tiny = config("gemma3-tiny")
+    nested = ModelConfig.from_hf({**tiny, "rope_parameters": by_kind}).hparams
+    older = {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"type": "linear", "factor": 4}}
+    flat = ModelConfig.from_hf({**tiny, "rope_parameters": None, **older}).hparams
     names = ("rope_theta", "rope_local_base_freq", "rope_type", "rope_scaling_factor", "partial_rotary_factor")
-    assert [nested[n] for n in names] == [flat[n] for n in names] == [1e6, 1e4, "default", 1.0, 1.0]
+    assert [nested[n] for n in names] == [flat[n] for n in names] == [5e5, 2e4, "linear", 4.0, 1.0]
     scaled = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 8.0}, "rope_theta": 5e5}
     hparams = ModelConfig.from_hf(scaled).hparams
     assert [hparams[n] for n in ("rope_theta", "rope_type", "rope_scaling_factor")] == [5e5, "linear", 8.0]
@@ -196,6 +198,11 @@ def test_gemma4_shares_with_the_last_owner_of_the_kind():
     assert [p.source for p in cfg.layers[5:]] == [4, 4, 3]
     assert ModelConfig.from_hf({**GEMMA4, "num_global_key_value_heads": 1}).layers[3].kv_dim_k == 2 * 128
     assert ModelConfig.from_hf({**GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}).layers[3].kv_dim_v == 128
+
+
+def test_gemma4_ends_with_a_full_layer_whatever_its_file_says():
+    raw = {**GEMMA4, "layer_types": ["full_attention"] + ["sliding_attention"] * 7}
+    assert ModelConfig.from_hf(raw).layers[7] == ModelConfig.from_hf(raw).layers[0] != ModelConfig.from_hf(raw).layers[6]
 
 
 def test_step_windowed_layers_have_their_own_heads():

@@ -83,7 +83,7 @@ def config_of(file: GgufFile) -> ModelConfig:
     meta = {k.removeprefix(f"{arch}."): v for k, v in file.metadata.items() if k.startswith(f"{arch}.")}
     spelled = {hf: f"{arch}.{key}" for hf, key in KEYS.items()}
     raw: dict[str, Any] = {hf: meta[key] for hf, key in KEYS.items() if key in meta}
-    f = Fields(arch, raw, str(file.path), spelled)
+    f = Fields(arch, raw, str(file.path), spelled)  # reads raw as it grows
 
     blocks, mtp = f.count("num_hidden_layers", most=MAX_LAYERS), f.count("num_nextn_predict_layers", least=0, default=0)
     if mtp >= blocks:

@@ -18,7 +18,7 @@ MAX_BYTES = 64 << 20
 """A larger `config.json` is not one."""
 
 _OUTER_KEYS = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
-"""Keys that a wrapped config may keep outside its `text_config`."""
+"""Keys that a wrapped config may keep outside its `text_config`, which goes first."""
 
 _UNSIZED = {
     "kv_lora_rank": "latent attention (MLA)",
@@ -96,7 +96,7 @@ def _unwrap(raw: Mapping[str, Any], where: str) -> tuple[str, Mapping[str, Any]]
     inner = raw.get("text_config")
     if inner is not None and not isinstance(inner, Mapping):
         raise ConfigError(f"{where}: text_config={show(inner)} is not an object")
-    text = raw if inner is None else {**{k: raw[k] for k in _OUTER_KEYS if k in raw}, **inner}
+    text = raw if inner is None else {**inner, **{k: raw[k] for k in _OUTER_KEYS if k in raw and inner.get(k) is None}}
     arch = text.get("model_type") or raw.get("model_type")
     if not isinstance(arch, str):
         raise ConfigError(f"{where}: model_type={show(arch)} names no architecture; known: {', '.join(FAMILIES)}")

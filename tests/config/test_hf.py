@@ -149,6 +149,7 @@ def test_gemma3_with_only_the_keys_that_its_4b_publishes():
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
         "sliding_window": 1024,
     }
+    text["eos_token_id"] = None
     cfg = ModelConfig.from_hf({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
     assert plans(cfg)[4:6] == [(1024, 1024, "ordinary", 1024, "reader"), (1024, 1024, *ORDINARY)]
     assert (cfg.n_vocab, cfg.max_ctx, cfg.hparams["rope_scaling_factor"]) == (262208, 131072, 8.0)

@@ -11,7 +11,7 @@ from ..config.fence import check_fence, stage_layers
 from ..errors import CacheError, ConfigError
 from .device import Buffer, KvDev
 from .formats import KvPolicy
-from .layers import KvLayer, RecurLayer, allocate, free_all
+from .layers import KvLayer, RecurLayer, allocate_all, free_all
 from .plan import CachePlan, SnapshotMark
 from .sizing import snapshot_layout
 from .taps import DflashTapSink
@@ -180,8 +180,7 @@ class Cache:
         try:
             for il, layer in enumerate(self.recur):
                 if layer is not None:
-                    conv, ssm = (allocate(layer.dev, a) for a in snapshot_layout(layer.plan, il))
-                    snap.states[il] = _StateCopy(conv, ssm)
+                    snap.states[il] = _StateCopy(*allocate_all(layer.dev, snapshot_layout(layer.plan, il)))
         except BaseException:
             snap.close()
             raise
@@ -194,7 +193,13 @@ class Cache:
         return snap
 
     def snapshot_into(self, snap: CacheSnapshot, pin: bool = True) -> None:
-        """Takes `snap` anew, at `pos`, with no allocation."""
+        """Takes `snap` anew, at `pos`, with no allocation.
+
+        Raises:
+            CacheError: `snap` was closed, or is another cache's; nothing has changed.
+        """
+        if snap not in self._snapshots:
+            raise CacheError("this snapshot was closed, or is another cache's: it holds no copy of the state; take a new one")
         snap.drop()
         snap.mark = self.plan.snapshot(pin)
         snap.pos = self.pos

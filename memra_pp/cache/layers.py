@@ -35,7 +35,7 @@ class KvLayer:
         """Allocates the layer's planes on `dev`."""
         layout = kv_layout(plan, max_ctx, policy)
         ring = None if layout.ring_window is None else KvRing(layout.rows, layout.ring_window)
-        k, v, len_d = _allocate(dev, layer_layout(plan, layer, max_ctx, policy))
+        k, v, len_d = allocate_all(dev, layer_layout(plan, layer, max_ctx, policy))
         return cls(dev=dev, index=layer, plan=plan, layout=layout, k=k, v=v, len_d=len_d, ring=ring)
 
     @property
@@ -102,7 +102,7 @@ class RecurLayer:
     @classmethod
     def alloc(cls, dev: KvDev, plan: RecurrentPlan, layer: int, max_ctx: int, policy: KvPolicy) -> RecurLayer:
         """Allocates zeroed state on `dev`."""
-        conv, ssm, alt = _allocate(dev, layer_layout(plan, layer, max_ctx, policy))
+        conv, ssm, alt = allocate_all(dev, layer_layout(plan, layer, max_ctx, policy))
         return cls(dev=dev, plan=plan, conv_state=conv, ssm_state=ssm, ssm_state_alt=alt)
 
     def swap(self) -> None:
@@ -114,7 +114,8 @@ class RecurLayer:
         return [self.conv_state, self.ssm_state, self.ssm_state_alt]
 
 
-def _allocate(dev: KvDev, layout: list[Allocation]) -> list[Buffer]:
+def allocate_all(dev: KvDev, layout: list[Allocation]) -> list[Buffer]:
+    """Every buffer of a layout, or none: what was allocated before a failure is given back."""
     done: list[Buffer] = []
     try:
         for a in layout:

@@ -101,11 +101,14 @@ def snapshot_layout(plan: LayerPlan, layer: int) -> list[Allocation]:
     ]
 
 
-def slice_layout(cfg: ModelConfig, layers: range, max_ctx: int, policy: KvPolicy, state_copies: int = 0) -> list[Allocation]:
+def slice_layout(
+    cfg: ModelConfig, layers: range, max_ctx: int, policy: KvPolicy | None = None, state_copies: int = 0
+) -> list[Allocation]:
     """Every buffer of a cache slice, and of `state_copies` copies of its recurrent state."""
     if max_ctx < 1:
         raise ConfigError(f"a context of {max_ctx} tokens: it must be at least 1")
-    cache = [a for il, plan in _plans(cfg, layers) for a in layer_layout(plan, il, max_ctx, policy)]
+    resolved = _policy(policy)
+    cache = [a for il, plan in _plans(cfg, layers) for a in layer_layout(plan, il, max_ctx, resolved)]
     return cache + [a for _ in range(state_copies) for il, plan in _plans(cfg, layers) for a in snapshot_layout(plan, il)]
 
 
@@ -119,7 +122,7 @@ def stage_layout(
     fence: Sequence[int],
     stage: int,
     ctx: int,
-    policy: KvPolicy,
+    policy: KvPolicy | None = None,
     snapshots: int = 0,
     recurrent: Recurrent = "replay",
     speculate: int = 0,
@@ -157,7 +160,7 @@ def cache_ring_row_cap(cfg: ModelConfig, *, policy: KvPolicy | None = None) -> i
 
 def cache_fixed_bytes_for_layers(cfg: ModelConfig, lo: int, hi: int, *, policy: KvPolicy | None = None) -> int:
     """Bytes over `[lo, hi)` that no context changes: pads and lengths of attention layers, all of recurrent ones."""
-    one_token = sum(a.bytes for a in slice_layout(cfg, _checked(cfg, lo, hi), 1, _policy(policy)))
+    one_token = sum(a.bytes for a in slice_layout(cfg, _checked(cfg, lo, hi), 1, policy))
     return one_token - cache_bytes_per_token_for_layers(cfg, lo, hi, policy=policy)
 
 
@@ -175,7 +178,7 @@ def cache_allocated_bytes_for_layers(
     cfg: ModelConfig, lo: int, hi: int, max_ctx: int, *, policy: KvPolicy | None = None
 ) -> int:
     """Bytes that a cache slice over `[lo, hi)` allocates for `max_ctx` tokens, before any rounding."""
-    return sum(a.bytes for a in slice_layout(cfg, _checked(cfg, lo, hi), max_ctx, _policy(policy)))
+    return sum(a.bytes for a in slice_layout(cfg, _checked(cfg, lo, hi), max_ctx, policy))
 
 
 _UNBOUNDED = 1 << 62

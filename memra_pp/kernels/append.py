@@ -20,14 +20,18 @@ def append(layer: KvLayer, pos: int, k: NDArray[np.float32], v: NDArray[np.float
         retain_from: the first absolute row a ring must keep; a flat layer keeps all.
 
     Raises:
-        InputError: the shapes disagree; nothing has changed.
+        InputError: the shapes disagree, or `pos` is negative; nothing has changed.
         CacheError: a value is NaN, or infinite in a format with a scale; it names layer and position. Nothing has changed.
         RingLapped, CacheError: the ring cannot keep what is asked; nothing has changed.
         CapacityExceeded: the rows do not fit a flat layer; nothing has changed.
     """
-    rows = len(k)
     _check(layer, "K", k, layer.kv_dim_k, layer.layout.k_fmt, pos)
     _check(layer, "V", v, layer.kv_dim_v, layer.layout.v_fmt, pos)
+    rows = len(k)
+    if len(v) != rows or pos < 0:
+        raise InputError(
+            f"layer {layer.index}: {rows} rows of K and {len(v)} of V at row {pos}: equal counts, at row 0 or later"
+        )
     plan = _plan(layer, pos, rows, retain_from)
     if isinstance(plan, Rebase):
         _move(layer.k, plan, layer.k_tok_bytes)
@@ -57,8 +61,11 @@ def _write(plane: Buffer, fmt: str, row: int, tok_bytes: int, x: NDArray[np.floa
 
 
 def _check(layer: KvLayer, name: str, x: NDArray[np.float32], width: int, fmt: str, pos: int) -> None:
-    if x.ndim != 2 or x.shape[1] != width or x.dtype != np.float32:
-        raise InputError(f"{name} rows of shape {x.shape} {x.dtype}: layer {layer.index} takes f32 [rows, {width}]")
+    if x.ndim != 2 or x.shape[1] != width or x.dtype != np.float32 or not x.flags.c_contiguous:
+        raise InputError(
+            f"{name} rows are {x.dtype} {x.shape} with strides {x.strides}: "
+            f"layer {layer.index} takes C-contiguous f32 [rows, {width}]"
+        )
     bad = np.isnan(x) if fmt in ("fp8", "f32") else ~np.isfinite(x)
     if bad.any():
         row = int(np.argwhere(bad)[0][0])

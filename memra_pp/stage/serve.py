@@ -21,25 +21,30 @@ SILENCE_S = 60.0
 
 
 def serve_frames(worker: StageWorker, up: Lane, down: Lane, stop: threading.Event) -> None:
-    """Receives, applies and passes on frames until `stop` is set.
+    """Receives, applies and passes on frames until `stop` is set; sets it when a lane breaks.
 
     Raises:
         LaneError: a neighbour is gone.
     """
     counters = worker.counters
     idle_since = time.perf_counter()
-    while not stop.is_set():
-        frame = up.recv(IDLE_S)
-        if frame is None:
-            continue
-        counters.wait_s += time.perf_counter() - idle_since
-        worker.apply(frame)
-        down.send(frame, SEND_S)
-        idle_since = time.perf_counter()
+    try:
+        while not stop.is_set():
+            frame = up.recv(IDLE_S)
+            if frame is None:
+                continue
+            counters.wait_s += time.perf_counter() - idle_since
+            worker.apply(frame)
+            down.send(frame, SEND_S)
+            idle_since = time.perf_counter()
+    finally:
+        stop.set()
 
 
 def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> None:
     """Answers the driver's heartbeats and questions until it says stop, closes the lane or falls silent; then sets `stop`.
+
+    Closes the lane at its end, and so tells the driver of a stage that no longer serves.
 
     A question is a frame of one entry: `ping`, `stats` or `stop`; its answer carries the entry's ack.
     """
@@ -58,6 +63,7 @@ def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> Non
         log.warning("%s: the driver's control lane ended (%s)", worker.spec, error)
     finally:
         stop.set()
+        lane.close()
 
 
 def question(op: str, frame_id: int) -> Frame:

@@ -5,18 +5,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 
 from ..cache import Cache, CacheSnapshot
-from ..cache.sizing import state_copies
-from ..errors import MemraError, StageError
+from ..cache.sizing import Recurrent, state_copies
+from ..errors import InputError, MemraError, StageError
 from ..kernels import CpuDev
 from ..kernels.cpu import available_bytes
-from ..models.protocol import Array, Segment, StageModel, StepBatch
+from ..models.protocol import Array, LogitRows, Segment, StageModel, StepBatch
 from .frames import Entry, Frame
 from .spec import StageSpec
 
@@ -26,17 +26,21 @@ RESERVE_BYTES = 128 << 20
 """Left free beside weights, workspace and caches."""
 
 MAX_SESSIONS = 65536
+MAX_SNAPSHOTS = 64
+MAX_FAULT_BYTES = 1000
+_NO_ROWS = np.empty(0, np.int32)
 
 
 @dataclass
 class StageSession:
-    """A session on this stage: its cache slice, the next `seq` it takes, and the ack of the one before."""
+    """A session on this stage: its cache slice, the next `seq` it takes, and what the one before was answered with."""
 
     cache: Cache
     snapshots: list[CacheSnapshot]
     bytes: int
     seq: int = 1
     ack: Any = None
+    fault: list[Any] | None = None
 
     def close(self) -> None:
         """Gives the slice's bytes back."""
@@ -52,6 +56,14 @@ class StageCounters:
     steps: int = 0
     rows: int = 0
     faults: int = 0
+
+
+class _Step(NamedTuple):
+    """An admitted entry, its session and its rows."""
+
+    entry: Entry
+    session: StageSession
+    rows: Array
 
 
 @dataclass
@@ -95,21 +107,25 @@ class StageWorker:
 
         Nothing is raised for a bad or failed entry: it travels on as a tombstone, and the others are not touched.
         """
-        steps: list[tuple[Entry, StageSession, Array]] = []
+        steps: dict[int, _Step] = {}
+        x = frame.arrays[0] if frame.arrays else _NO_ROWS
         at = 0
         for entry in frame.entries:
-            rows = frame.arrays[0][at : at + entry.rows] if entry.rows else None
-            at += entry.rows
+            rows = x[at : at + max(0, entry.rows)]
+            at += len(rows)
             if entry.fault is not None:
                 self._pass_tombstone(entry)
                 continue
             try:
-                session = self._admit(entry)
-                if session is not None and rows is not None:
-                    steps.append((entry, session, rows))
+                session = self._admit(entry, len(rows), steps)
+                if session is not None:
+                    steps[entry.session] = _Step(entry, session, rows)
             except MemraError as error:
                 self._bury(entry, error)
-        frame.arrays = self._run(steps) if steps else []
+            except Exception as error:
+                log.exception("%s: an entry failed", self.spec)
+                self._bury(entry, error)
+        frame.arrays = self._run(list(steps.values())) if steps else []
 
     def stats(self) -> dict[str, Any]:
         """Counters, bytes and lengths of this stage, as msgpack can carry them."""
@@ -130,27 +146,52 @@ class StageWorker:
         self.sessions.clear()
         self.device.close()
 
-    def _admit(self, entry: Entry) -> StageSession | None:
+    def _admit(self, entry: Entry, rows: int, steps: Mapping[int, _Step]) -> StageSession | None:
         """Checks an entry and applies what is not rows; the session whose rows are to run, None if there are none."""
         if entry.epoch != self.epoch:
             raise StageError(f"an entry of epoch {entry.epoch}, but {self.spec} is wired in epoch {self.epoch}: refused")
-        if entry.op == "open":
-            entry.acks.append(self._open(entry))
-            return None
-        if entry.op == "close":
-            entry.acks.append(self._close(entry))
-            return None
+        if entry.session in steps:
+            raise StageError(f"{self.spec}: session {entry.session} has a step in this frame already: one a frame is allowed")
+        match entry.op:
+            case "open":
+                entry.acks.append(self._open(entry))
+            case "close":
+                entry.acks.append(self._close(entry))
+            case "step":
+                return self._admit_step(entry, rows)
+            case _:
+                raise StageError(f"{self.spec}: an entry of op {entry.op!r:.80}: it must be open, step or close")
+        return None
+
+    def _admit_step(self, entry: Entry, rows: int) -> StageSession | None:
         session = self._session(entry)
-        if entry.seq == session.seq - 1:
-            entry.acks.append(session.ack)
-            entry.rows = 0
+        if 1 <= entry.seq == session.seq - 1:
+            self._repeat(entry, session)
             return None
-        if entry.seq != session.seq or entry.base_len != session.cache.pos:
+        if not self._is_next(entry, session):
             raise StageError(
                 f"{self.spec}: session {entry.session} stands at seq {session.seq}, row {session.cache.pos}; "
                 f"an entry with seq {entry.seq}, row {entry.base_len} is refused"
             )
+        if not 1 <= entry.rows == rows or entry.logits not in get_args(LogitRows) or entry.want not in ("logits", "argmax"):
+            raise StageError(
+                f"{self.spec}: a step of {entry.rows} rows of which the frame holds {rows}, logits={entry.logits!r:.80}, "
+                f"want={entry.want!r:.80}: it must have rows, and ask for none, last or all as logits or argmax"
+            )
+        session.cache.plan.check_append(rows)
+        session.seq += 1
         return session
+
+    def _is_next(self, entry: Entry, session: StageSession) -> bool:
+        """Whether an entry takes its session's turn, be it applied or a tombstone: no other entry changes a session."""
+        turn = (self.epoch, session.seq, session.cache.pos)
+        return entry.op == "step" and (entry.epoch, entry.seq, entry.base_len) == turn
+
+    def _repeat(self, entry: Entry, session: StageSession) -> None:
+        """Answers a repeat as the first time."""
+        entry.rows, entry.fault = 0, session.fault
+        if session.fault is None:
+            entry.acks.append(session.ack)
 
     def _session(self, entry: Entry) -> StageSession:
         session = self.sessions.get(entry.session)
@@ -162,10 +203,10 @@ class StageWorker:
         if entry.session in self.sessions or len(self.sessions) >= MAX_SESSIONS:
             raise StageError(f"{self.spec}: session {entry.session} is open already, or {MAX_SESSIONS} are")
         before = self.device.allocated_bytes
-        args, layers = entry.args, self.spec.layers
-        cache = Cache.new_ppn_slice(self.device, layers.start, layers.stop, self.spec.cfg, args["ctx"], policy=self.spec.policy)
+        ctx, copies = self._checked_args(entry.args)
+        layers = self.spec.layers
+        cache = Cache.new_ppn_slice(self.device, layers.start, layers.stop, self.spec.cfg, ctx, policy=self.spec.policy)
         try:
-            copies = state_copies(args["snapshots"], args["recurrent"], args["speculate"])
             snapshots = [cache.new_snapshot() for _ in range(copies)]
         except BaseException:
             cache.close()
@@ -174,6 +215,17 @@ class StageWorker:
         self.sessions[entry.session] = StageSession(cache, snapshots, allocated)
         return allocated
 
+    def _checked_args(self, args: Mapping[str, Any]) -> tuple[int, int]:
+        """What an open entry asks for: rows of context, and copies of the recurrent state."""
+        bounds = {"ctx": (1, self.spec.cfg.max_ctx), "snapshots": (0, MAX_SNAPSHOTS), "speculate": (0, self.spec.max_rows)}
+        for name, (lo, hi) in bounds.items():
+            value = args.get(name)
+            if type(value) is not int or not lo <= value <= hi:
+                raise InputError(f"{self.spec}: a session with {name}={value!r:.80}: it must be an integer from {lo} to {hi}")
+        if args.get("recurrent") not in get_args(Recurrent):
+            raise InputError(f"{self.spec}: a session with recurrent={args.get('recurrent')!r:.80}: choose replay or states")
+        return args["ctx"], state_copies(args["snapshots"], args["recurrent"], args["speculate"])
+
     def _close(self, entry: Entry) -> int:
         session = self.sessions.pop(entry.session, None)
         if session is None:
@@ -181,38 +233,48 @@ class StageWorker:
         session.close()
         return session.bytes
 
-    def _run(self, steps: list[tuple[Entry, StageSession, Array]]) -> list[Array]:
+    def _run(self, steps: list[_Step]) -> list[Array]:
         batch = StepBatch(tuple(Segment(e.base_len, e.rows, e.logits) for e, _, _ in steps))  # type: ignore[arg-type]
         parts = [rows for _, _, rows in steps]
         x = parts[0] if len(parts) == 1 else np.concatenate(parts)
         started = time.perf_counter()
         try:
-            y = self.model.forward(batch, x, [s.cache for _, s, _ in steps])
-        except (MemraError, ArithmeticError, MemoryError, ValueError, TypeError, LookupError, RuntimeError) as error:
+            y = self._checked(batch, len(x), self.model.forward(batch, x, [s.cache for _, s, _ in steps]))
+        except Exception as error:
             log.exception("%s: a step failed", self.spec)
             for entry, session, _ in steps:
                 self._bury(entry, error)
-                session.seq += 1
+                session.fault = entry.fault
             return []
         self.counters.compute_s += time.perf_counter() - started
         self.counters.steps += 1
         self.counters.rows += len(x)
         for entry, session, _ in steps:
             session.cache.pos += entry.rows
-            session.seq += 1
-            session.ack = session.cache.pos
+            session.ack, session.fault = session.cache.pos, None
             entry.acks.append(session.ack)
         return _answers(batch, [e for e, _, _ in steps], y) if self.spec.last else [y]
 
+    def _checked(self, batch: StepBatch, rows: int, y: Array) -> Array:
+        """What a model returned, if it is what the next stage or the driver can take."""
+        cfg = self.spec.cfg
+        shape = (sum(s.logit_count for s in batch.segments), cfg.n_vocab) if self.spec.last else (rows, cfg.n_embd)
+        if y.shape != shape or y.dtype != np.float32:
+            raise StageError(f"{self.spec}: the model returned {y.dtype} {y.shape} where float32 {shape} belongs")
+        return y
+
     def _bury(self, entry: Entry, error: Exception) -> None:
         self.counters.faults += 1
-        entry.rows = 0
-        entry.fault = [self.spec.stage, type(error).__name__, str(error)]
+        message = str(error).encode(errors="replace")[:MAX_FAULT_BYTES].decode(errors="ignore")
+        entry.fault = [self.spec.stage, type(error).__name__, message]
+        self._pass_tombstone(entry)
 
     def _pass_tombstone(self, entry: Entry) -> None:
+        """A tombstone takes its session's turn, without rows."""
         session = self.sessions.get(entry.session)
-        if session is not None and entry.op == "step" and entry.seq == session.seq:
+        if session is not None and self._is_next(entry, session):
             session.seq += 1
+            session.fault = entry.fault
         entry.rows = 0
 
 

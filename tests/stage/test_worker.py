@@ -1,0 +1,317 @@
+"""`StageWorker`: entries in order or refused, acks and tombstones; whatever comes in, no live session is lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy_stage import ARGS, CFG, FENCE, MAX_CTX, N_EMBD, POLICY, closing, expected_logits, frame, opening, step, tokens, worker
+
+from memra_pp.cache import stage_layout
+from memra_pp.errors import StageError
+from memra_pp.stage.frames import Entry
+from memra_pp.stage.worker import MAX_SNAPSHOTS
+
+STAGES = len(FENCE) - 1
+
+
+class Stages:
+    """A chain of workers in this process, and what is asked of it."""
+
+    def __init__(self):
+        self.workers = [worker(s) for s in range(STAGES)]
+
+    def send(self, *entries, arrays=()):
+        sent = frame(*entries, arrays=arrays)
+        for w in self.workers:
+            w.apply(sent)
+        return sent
+
+    def open(self, *sessions):
+        for session in sessions:
+            assert self.send(opening(session)).entries[0].fault is None
+
+    def feed(self, session, seq, base_len, *ids, **asked):
+        return self.send(step(session, seq, base_len, len(ids), **asked), arrays=tokens(*ids))
+
+    def state(self):
+        """Everything of every session that an entry may change."""
+        return [{sid: snapshot(s) for sid, s in w.sessions.items()} for w in self.workers]
+
+    def close(self):
+        for w in self.workers:
+            w.close()
+
+
+def snapshot(session):
+    cache = session.cache
+    kv = [(layer.k.tobytes(), layer.v.tobytes(), layer.len, int(layer.len_d[0])) for layer in cache.kv if layer is not None]
+    return session.seq, cache.pos, kv
+
+
+@pytest.fixture
+def stages():
+    made = Stages()
+    yield made
+    made.close()
+    assert all(w.device.allocated_bytes == 0 for w in made.workers)
+
+
+def test_steps_give_the_rows_asked_for_and_every_stage_acks_its_length(stages):
+    stages.open(1)
+    for seq, (base, ids, logits) in enumerate([(0, [3, 4], "none"), (2, [5, 6, 7], "last"), (5, [8, 9], "all")], start=1):
+        reply = stages.feed(1, seq, base, *ids, logits=logits)
+        entry = reply.entries[0]
+        assert (entry.acks, entry.fault, entry.rows) == ([base + len(ids)] * STAGES, None, 0)
+        wanted = {"none": [], "last": ids[-1:], "all": ids}[logits]
+        assert (entry.out is None) == (not wanted) and len(reply.arrays) == bool(wanted)
+        if wanted:
+            assert np.array_equal(reply.arrays[entry.out], expected_logits(wanted))
+
+
+@pytest.mark.parametrize("logits", ["last", "all"])
+def test_argmax_crosses_the_lane_as_ids(stages, logits):
+    stages.open(1)
+    reply = stages.feed(1, 1, 0, 3, 4, logits=logits, want="argmax")
+    ids = expected_logits([4] if logits == "last" else [3, 4]).argmax(-1)
+    assert reply.arrays[0].dtype == np.int32 and reply.arrays[0].tolist() == ids.tolist()
+
+
+def test_sessions_that_share_a_frame_get_their_own_answers(stages):
+    stages.open(1, 2, 3, 4)
+    entries = [step(1, 1, 0, 2, "all"), step(2, 1, 0, 1), step(3, 1, 0, 3, "last", "argmax"), step(4, 1, 0, 1, "last")]
+    reply = stages.send(*entries, arrays=tokens(1, 2, 10, 20, 21, 22, 30))
+    assert [e.out for e in reply.entries] == [0, None, 1, 2]
+    assert [e.acks for e in reply.entries] == [[n] * STAGES for n in (2, 1, 3, 1)]
+    assert np.array_equal(reply.arrays[0], expected_logits([1, 2]))
+    assert reply.arrays[1].tolist() == expected_logits([22]).argmax(-1).tolist()
+    assert np.array_equal(reply.arrays[2], expected_logits([30]))
+
+
+@pytest.mark.parametrize("shape", [{}, {"ctx": 1}, {"snapshots": 3}, {"recurrent": "states", "speculate": 2}])
+def test_an_open_is_acked_with_the_bytes_of_the_layout_and_a_close_gives_them_back(stages, shape):
+    args = ARGS | shape
+    layouts = [
+        stage_layout(CFG, FENCE, s, args["ctx"], POLICY, **{k: args[k] for k in args if k != "ctx"}) for s in range(STAGES)
+    ]
+    planned = [sum(a.bytes for a in layout) for layout in layouts]
+    assert stages.send(opening(1, **shape)).entries[0].acks == planned
+    assert [w.device.allocated_bytes for w in stages.workers] == planned
+    assert stages.send(closing(1)).entries[0].acks == planned
+    assert [w.device.allocated_bytes for w in stages.workers] == [0] * STAGES
+    assert stages.send(closing(1)).entries[0].acks == [0] * STAGES
+
+
+def test_an_open_without_room_is_a_fault_and_takes_nothing():
+    small = worker(budget_bytes=100)
+    reply = frame(opening(1))
+    small.apply(reply)
+    assert reply.entries[0].fault[:2] == [0, "CapacityExceeded"] and not small.sessions
+    assert small.device.allocated_bytes == 0
+
+
+REFUSED = {
+    "a second open": (opening(1), ["session 1 is open already"]),
+    "an unknown session": (step(9, 1, 0, 1), ["no session 9"]),
+    "another epoch": (step(1, 2, 2, 1, epoch=7), ["epoch 7", "epoch 1"]),
+    "an open of another epoch": (opening(2, epoch=7), ["epoch 7", "epoch 1"]),
+    "a close of another epoch": (closing(1, epoch=0), ["epoch 0", "epoch 1"]),
+    "a seq long past": (step(1, 0, 2, 1), ["seq 2", "seq 0"]),
+    "a seq to come": (step(1, 3, 2, 1), ["seq 2", "seq 3"]),
+    "another base_len": (step(1, 2, 5, 1), ["row 2", "row 5"]),
+    "an op that is none": (replace(step(1, 2, 2, 1), op="rollback"), ["'rollback'"]),
+}
+
+
+@pytest.mark.parametrize("entry, says", REFUSED.values(), ids=list(REFUSED))
+def test_a_refused_entry_names_both_values_and_changes_nothing_on_any_stage(stages, entry, says):
+    stages.open(1)
+    stages.feed(1, 1, 0, 3, 4)
+    before, allocated = stages.state(), [w.device.allocated_bytes for w in stages.workers]
+    refused = stages.send(replace(entry, acks=[], args=dict(entry.args)), arrays=tokens(5)).entries[0]
+    assert refused.fault[:2] == [0, "StageError"] and refused.rows == 0 and refused.acks == []
+    assert all(text in refused.fault[2] for text in says)
+    assert stages.state() == before and [w.device.allocated_bytes for w in stages.workers] == allocated
+    assert stages.feed(1, 2, 2, 5).entries[0].acks == [3] * STAGES
+
+
+MALFORMED_STEPS = {
+    "no rows": {"rows": 0},
+    "fewer than no rows": {"rows": -3},
+    "more rows than the frame": {"rows": 3},
+    "endless rows": {"rows": 2**64 - 1},
+    "unknown logits": {"logits": "some"},
+    "unknown want": {"want": "embedding"},
+}
+
+
+@pytest.mark.parametrize("change", MALFORMED_STEPS.values(), ids=list(MALFORMED_STEPS))
+def test_a_malformed_step_faults_alone_and_takes_its_turn_on_every_stage(stages, change):
+    stages.open(1, 2)
+    reply = stages.send(step(2, 1, 0, 1, "last"), replace(step(1, 1, 0, 1), **change), arrays=tokens(7, 8))
+    good, bad = reply.entries
+    assert good.acks == [1] * STAGES and np.array_equal(reply.arrays[good.out], expected_logits([7]))
+    assert bad.fault[0] == 0 and bad.acks == []
+    assert {w.sessions[1].seq for w in stages.workers} == {2} and {w.sessions[1].cache.pos for w in stages.workers} == {0}
+    assert stages.feed(1, 2, 0, 5).entries[0].acks == [1] * STAGES
+
+
+def test_a_step_past_the_context_is_refused_before_the_model_sees_it(stages):
+    stages.open(1, 2)
+    reply = stages.send(step(1, 1, 0, 17), step(2, 1, 0, 1), arrays=tokens(*range(18)))
+    assert reply.entries[0].fault[1] == "CapacityExceeded" and reply.entries[1].acks == [1] * STAGES
+
+
+@pytest.mark.parametrize("at", range(STAGES + 1))
+def test_a_repeat_is_answered_with_the_saved_ack_and_applies_nothing(stages, at):
+    """`at` stages have seen the entry twice: the first ones, as when a lane broke behind them."""
+    stages.open(1)
+    stages.feed(1, 1, 0, 3, 4)
+    before = stages.state()
+    for w in stages.workers[:at]:
+        again = frame(step(1, 1, 0, 2, "last"), arrays=tokens(3, 4))
+        w.apply(again)
+        assert (again.entries[0].acks, again.entries[0].rows, again.entries[0].fault) == ([2], 0, None)
+    assert stages.feed(1, 1, 0, 3, 4, logits="last").entries[0].acks == [2] * STAGES
+    assert stages.state() == before
+
+
+def test_a_session_has_one_step_a_frame(stages):
+    stages.open(1, 2)
+    twice = stages.send(step(1, 1, 0, 1), step(1, 1, 0, 1), step(2, 1, 0, 1), arrays=tokens(3, 4, 5))
+    assert [e.acks for e in twice.entries] == [[1] * STAGES, [], [1] * STAGES] and "already" in twice.entries[1].fault[2]
+    closed = stages.send(step(1, 2, 1, 1), closing(1), step(2, 2, 1, 1), arrays=tokens(3, 4))
+    assert [bool(e.fault) for e in closed.entries] == [False, True, False]
+    assert stages.feed(1, 3, 2, 5).entries[0].acks == [3] * STAGES
+
+
+def test_one_frame_may_open_step_and_close_in_turn(stages):
+    reply = stages.send(opening(1), step(1, 1, 0, 2, "last"), opening(2), closing(2), arrays=tokens(3, 4))
+    assert all(e.fault is None for e in reply.entries) and np.array_equal(reply.arrays[0], expected_logits([4]))
+    assert [set(w.sessions) for w in stages.workers] == [{1}] * STAGES
+
+
+FAULTS = [
+    RuntimeError("device lost"), ValueError("x" * 1_000_000), AttributeError("typo"), AssertionError(), OSError(5, "io"),
+    MemoryError(), StopIteration(), UnicodeError("\udcff"), ZeroDivisionError(), StageError("late"), KeyError(1),
+]  # fmt: skip
+
+
+def raising(error):
+    def raise_it(y):
+        raise error
+
+    return raise_it
+
+
+@pytest.mark.parametrize("at", range(STAGES))
+@pytest.mark.parametrize("error", FAULTS, ids=lambda e: type(e).__name__)
+def test_whatever_a_model_raises_is_a_tombstone_that_later_stages_pass_and_others_survive(stages, at, error):
+    stages.open(1, 2)
+    stages.feed(2, 1, 0, 9)
+    stages.workers[at].model.on_forward = raising(error)
+    dead = stages.feed(1, 1, 0, 3, 4).entries[0]
+    assert dead.fault[:2] == [at, type(error).__name__] and len(dead.fault[2]) <= 1000
+    assert dead.fault[2].encode() is not None and dead.acks == [2] * at
+    assert [w.sessions[1].seq for w in stages.workers] == [2] * STAGES
+    assert [w.sessions[1].cache.pos for w in stages.workers] == [2] * at + [0] * (STAGES - at)
+    stages.workers[at].model.on_forward = None
+    assert stages.feed(2, 2, 1, 9).entries[0].acks == [2] * STAGES
+    planned = [w.sessions[1].bytes for w in stages.workers]
+    assert stages.send(closing(1)).entries[0].acks == planned
+
+
+def test_a_repeat_of_a_failed_step_fails_the_same_way(stages):
+    stages.open(1)
+    stages.feed(1, 1, 0, 3)
+    stages.workers[1].model.on_forward = raising(RuntimeError("device lost"))
+    first = stages.feed(1, 2, 1, 4).entries[0].fault
+    assert stages.feed(1, 2, 1, 4).entries[0].fault == first
+    assert [w.sessions[1].seq for w in stages.workers] == [3] * STAGES
+
+
+WRONG_RETURNS = {
+    "float64": lambda y: y.astype(np.float64),
+    "too few rows": lambda y: y[:-1],
+    "flat": np.ravel,
+    "a list": lambda y: y.tolist(),
+    "None": lambda y: None,
+}
+
+
+@pytest.mark.parametrize("at", range(STAGES))
+@pytest.mark.parametrize("wrong", WRONG_RETURNS.values(), ids=list(WRONG_RETURNS))
+def test_what_a_lane_could_not_carry_is_a_fault_of_the_stage_whose_model_returned_it(stages, at, wrong):
+    stages.open(1)
+    stages.workers[at].model.on_forward = wrong
+    assert stages.feed(1, 1, 0, 3, 4, logits="all").entries[0].fault[0] == at
+
+
+def test_a_tombstone_takes_the_turn_of_its_own_session_only():
+    w = worker(1)
+    w.apply(frame(opening(1), opening(2)))
+    fault = [0, "RuntimeError", "device lost"]
+    for entry in (
+        step(1, 2, 0, 0),
+        step(1, 1, 3, 0),
+        step(1, 1, 0, 0, epoch=2),
+        replace(opening(1), op="close"),
+        step(9, 1, 0, 0),
+    ):
+        w.apply(frame(replace(entry, fault=fault)))
+    assert [s.seq for s in w.sessions.values()] == [1, 1]
+    rows = np.ones((2, N_EMBD), np.float32)
+    mixed = frame(replace(step(1, 1, 0, 0), fault=fault), step(2, 1, 0, 2), arrays=[rows])
+    w.apply(mixed)
+    assert [s.seq for s in w.sessions.values()] == [2, 2] and mixed.entries[0].fault == fault
+    assert mixed.entries[1].acks == [2] and w.sessions[1].cache.pos == 0
+
+
+BAD_ARGS = [
+    {}, {"ctx": 8}, *({k: v for k, v in ARGS.items() if k != missing} for missing in ARGS),
+    *(ARGS | {"ctx": ctx} for ctx in (0, -1, MAX_CTX + 1, 2**63, 2**64 - 1, 1.5, True, None, "8", [8], {}, b"8", float("nan"))),
+    *(ARGS | {"snapshots": n} for n in (-1, MAX_SNAPSHOTS + 1, 2**60, 0.5, None, "1", [])),
+    *(ARGS | {"speculate": n, "recurrent": "states"} for n in (-1, 2**60, 0.5, None, "1", [])),
+    *(ARGS | {"recurrent": r} for r in ("", "Replay", None, 1, ["replay"], {}, b"replay")),
+    ARGS | {"ctx": "x" * 1_000_000},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("args", BAD_ARGS, ids=lambda a: str(a)[:60])
+def test_an_open_with_bad_arguments_faults_alone(stages, args):
+    stages.open(1)
+    allocated = [w.device.allocated_bytes for w in stages.workers]
+    reply = stages.send(Entry("open", 2, 0, 1, args=args), step(1, 1, 0, 1, "last"), arrays=tokens(3))
+    assert reply.entries[0].fault[:2] == [0, "InputError"] and len(reply.entries[0].fault[2]) <= 1000
+    assert reply.entries[1].acks == [1] * STAGES
+    assert [w.device.allocated_bytes for w in stages.workers] == allocated
+
+
+values = (
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=8)
+)
+args = st.dictionaries(st.sampled_from([*ARGS, "more"]), values | st.integers(0, 20) | st.just("states"))
+ops = st.sampled_from(["open", "step", "close", "stop", ""])
+small = st.integers(-2, 4)
+entries = st.builds(
+    Entry, ops, small, small, st.sampled_from([1, 1, 1, 0, 2]), small, small,
+    st.sampled_from(["none", "last", "all", "?"]), st.sampled_from(["logits", "argmax", "?"]), args | st.just(ARGS),
+)  # fmt: skip
+
+
+@given(st.lists(st.lists(entries, max_size=4), max_size=6), st.integers(0, 9))
+@settings(max_examples=150, deadline=None)
+def test_no_sequence_of_entries_parts_the_stages_or_costs_a_live_session(frames, rows):
+    stages = Stages()
+    stages.open(77)
+    for seq, sent in enumerate(frames, start=1):
+        own = step(77, seq, seq - 1, 1, "last")
+        reply = stages.send(own, *(replace(e, acks=[]) for e in sent), arrays=tokens(seq, *range(rows)))
+        assert own.acks == [seq] * STAGES and np.array_equal(reply.arrays[own.out], expected_logits([seq]))
+        assert all(e.fault is not None or len(e.acks) == STAGES for e in reply.entries)
+        assert len({tuple((sid, s.seq, s.cache.pos) for sid, s in sorted(w.sessions.items())) for w in stages.workers}) == 1
+    stages.close()
+    assert all(w.device.allocated_bytes == 0 for w in stages.workers)

@@ -1,0 +1,80 @@
+"""A stage without weights: each layer adds its number to the rows and appends K/V rows taken from them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memra_pp.cache import KvPolicy
+from memra_pp.config import KvPlan, ModelConfig, RecurrentPlan
+from memra_pp.kernels import CpuDev, append
+from memra_pp.stage.frames import Entry, Frame
+from memra_pp.stage.spec import StageSpec
+from memra_pp.stage.worker import StageWorker
+
+N_EMBD, N_VOCAB, MAX_CTX = 32, 40, 256
+CFG = ModelConfig("toy", 3, N_EMBD, N_VOCAB, MAX_CTX, (KvPlan(1, 32, 32), RecurrentPlan(4, 3, 8), KvPlan(1, 32, 32)))
+FENCE = (0, 2, 3)
+POLICY = KvPolicy()
+ARGS = {"ctx": 16, "snapshots": 1, "recurrent": "replay", "speculate": 0}
+
+
+class ToyModel:
+    """A `StageModel`. `on_forward(batch)`, when set, may raise or replace what `forward` returns."""
+
+    def __init__(self, layers):
+        self.cfg, self.layers, self.on_forward = CFG, layers, None
+
+    @classmethod
+    def load(cls, path, layers, device):
+        return cls(layers)
+
+    def workspace_bytes(self, max_rows):
+        return 4 * max_rows * N_VOCAB
+
+    def forward(self, batch, x, caches):
+        x = np.repeat(x[:, None], N_EMBD, 1).astype(np.float32) if self.layers.start == 0 else np.array(x)
+        for il in self.layers:
+            x += il + 1
+            for cache, where in zip(caches, batch.slices, strict=True):
+                if (layer := cache.kv[il]) is not None:
+                    append(layer, cache.pos, x[where], x[where], cache.retain_from(layer))
+        if self.layers.stop == CFG.n_layer:
+            x = toy_logits(x[batch.logit_rows])
+        return x if self.on_forward is None else self.on_forward(x)
+
+
+def toy_logits(x):
+    """f32 `[rows, N_VOCAB]`; the largest is at the row's own value, modulo the vocabulary."""
+    at = np.arange(N_VOCAB, dtype=np.float32)
+    return -np.abs(at - x[:, :1] % N_VOCAB)
+
+
+def expected_logits(tokens):
+    return toy_logits(np.array(tokens, np.float32)[:, None] + 1 + 2 + 3)
+
+
+def worker(stage=0, fence=FENCE, budget_bytes=1 << 24, max_rows=64):
+    spec = StageSpec("toy", CFG, fence, stage, POLICY, threads=1, max_rows=max_rows, budget_bytes=budget_bytes)
+    made = StageWorker(spec, ToyModel(spec.layers), CpuDev(threads=1))
+    made.settle_budget()
+    return made
+
+
+def opening(session, epoch=1, **changes):
+    return Entry("open", session, 0, epoch, args=ARGS | changes)
+
+
+def step(session, seq, base_len, rows, logits="none", want="logits", epoch=1):
+    return Entry("step", session, seq, epoch, base_len, rows, logits, want)
+
+
+def closing(session, epoch=1):
+    return Entry("close", session, 0, epoch)
+
+
+def tokens(*ids):
+    return [np.array(ids, np.int32)]
+
+
+def frame(*entries, arrays=()):
+    return Frame(1, list(entries), list(arrays))

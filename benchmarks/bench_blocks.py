@@ -1,6 +1,8 @@
-"""K/V block formats beside ggml's own functions and a plain copy: GB/s of f32, one thread, 16 MiB of f32 (L2 is less).
+"""K/V block formats beside ggml's own functions and a plain copy: GB/s of f32, one thread, 16 MiB of f32 (more than L2).
 
-The peer is `libggml-python` (the `bench` extra); it has no e4m3.
+Copy, quantise and dequantise take turns; then each takes turns with its peer, since a slow call slows the memory of the
+next. The peer is `libggml-python` (the `bench` extra); it has no e4m3. Both read back into the same
+array, on a cache line as `blocks.dequantize` gives them.
 """
 
 from __future__ import annotations
@@ -8,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import importlib.metadata
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from _timing import medians, one_thread_process
 
 from memra_pp.cache.formats import BLOCK_BYTES
 from memra_pp.kernels import blocks
+from memra_pp.kernels._arrays import aligned_empty
 
 ELEMENTS = 1 << 22
 
@@ -35,31 +39,33 @@ def peer(library: ctypes.CDLL, name: str, source: np.ndarray, target: np.ndarray
 def main() -> None:
     one_thread_process()
     library = ggml()
-    x = np.random.default_rng(0).standard_normal(ELEMENTS, dtype=np.float32)
-    copy, back = np.empty_like(x), np.empty_like(x)
+    x = aligned_empty(ELEMENTS)
+    np.random.default_rng(0).standard_normal(dtype=np.float32, out=x)
+    copy, back = aligned_empty(ELEMENTS), aligned_empty(ELEMENTS)
     print(f"backend {blocks.backend()}; GB/s of f32, {x.nbytes >> 20} MiB, one thread")
-    print("format    copy  quantize  ggml  x copy  x ggml   dequantize  ggml  x ggml")
+    print("format    copy  quantize  x copy   ggml  x ggml   dequantize   ggml  x ggml")
     for fmt in ("q8_0", "q5_1", "q4_0", "fp8"):
         packed = np.empty(ELEMENTS // 32 * BLOCK_BYTES[fmt], np.uint8)
-        calls: list[Callable[[], object]] = [
-            lambda: np.copyto(copy, x),
-            lambda fmt=fmt, packed=packed: blocks.quantize_into(fmt, x, packed),
-            lambda fmt=fmt, packed=packed: blocks.dequantize_into(fmt, packed, back),
-        ]
+        theirs = np.empty_like(packed)
+        copying = partial(np.copyto, copy, x)
+        packing = partial(blocks.quantize_into, fmt, x, packed)
+        reading = partial(blocks.dequantize_into, fmt, packed, back)
+        copied, packed_at, read_at = rates(copying, packing, reading)
+        line = f"{fmt:6} {copied:7.1f} {packed_at:9.1f} {packed_at / copied:7.2f}"
         if fmt != "fp8":
-            theirs = np.empty_like(packed)
-            calls.append(peer(library, f"quantize_row_{fmt}_ref", x, theirs))
-            calls.append(peer(library, f"dequantize_row_{fmt}", packed, back))
-        copied, packing, reading, *ggml_rates = (x.nbytes / seconds / 1e9 for seconds in medians(*calls, rounds=31))
-        line = f"{fmt:6} {copied:7.1f} {packing:9.1f}"
-        if ggml_rates:
-            theirs_packing, theirs_reading = ggml_rates
+            ours, ggml_packed_at = rates(packing, peer(library, f"quantize_row_{fmt}_ref", x, theirs))
             assert np.array_equal(packed, theirs), f"{fmt}: bytes differ from ggml's"
-            line += f" {theirs_packing:5.1f} {packing / copied:7.2f} {packing / theirs_packing:7.2f}"
-            line += f" {reading:12.1f} {theirs_reading:5.1f} {reading / theirs_reading:7.2f}"
+            line += f" {ggml_packed_at:6.1f} {ours / ggml_packed_at:7.2f}"
+            ours, ggml_read_at = rates(reading, peer(library, f"dequantize_row_{fmt}", packed, back))
+            line += f" {ours:12.1f} {ggml_read_at:6.1f} {ours / ggml_read_at:7.2f}"
         else:
-            line += f" {'-':>5} {packing / copied:7.2f} {'-':>7} {reading:12.1f} {'-':>5} {'-':>7}"
+            line += f" {'-':>6} {'-':>7} {read_at:12.1f} {'-':>6} {'-':>7}"
         print(line, flush=True)
+
+
+def rates(*calls: Callable[[], object]) -> list[float]:
+    """GB/s of f32 of each call."""
+    return [ELEMENTS * 4 / seconds / 1e9 for seconds in medians(*calls, rounds=31)]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How every CPU kernel is compiled, and the array types they take. The only gate to numba's decorators."""
+"""How every CPU kernel is compiled: the only gate to numba's decorators."""
 
 from __future__ import annotations
 
@@ -7,13 +7,8 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numba
-import numpy as np
 from numba.extending import intrinsic as numba_intrinsic
-from numpy.typing import NDArray
 
-F32Array: TypeAlias = NDArray[np.float32]
-U8Array: TypeAlias = NDArray[np.uint8]
-I64Array: TypeAlias = NDArray[np.int64]
 Lanes: TypeAlias = Any
 """A vector of `simd` inside a kernel."""
 Function = TypeVar("Function", bound=Callable[..., Any])

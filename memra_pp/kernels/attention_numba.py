@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 
 from . import blocks_numba as blocks
-from ._jit import F32Array, I64Array, U8Array, kernel
+from ._arrays import F32Array, I64Array, U8Array
+from ._jit import kernel
 from .simd import fma, larger, load, load_spread, max_lanes, splat, store, sum_lanes, sum_lanes_of_four
 from .vector_math import exp_of_negative
 
@@ -43,13 +44,13 @@ def attend(
     rows, n_head, n_head_kv, dim_k, dim_v = shape
     group = n_head // n_head_kv
     vectors = block * group
-    queries = np.empty(vectors * dim_k, np.float32)
-    keys = np.empty(TILE * dim_k, np.float32)
-    values = np.empty(TILE * dim_v, np.float32)
-    scores = np.empty(vectors * TILE, np.float32)
-    sums = np.empty(vectors * dim_v, np.float32)
-    peaks = np.empty(vectors, np.float32)
-    totals = np.empty(vectors, np.float32)
+    queries = _scratch(vectors * dim_k)
+    keys = _scratch(TILE * dim_k)
+    values = _scratch(TILE * dim_v)
+    scores = _scratch(vectors * TILE)
+    sums = _scratch(vectors * dim_v)
+    peaks = _scratch(vectors)
+    totals = _scratch(vectors)
     seen = np.empty((vectors, 2), np.int64)
     k_blocks, v_blocks = dim_k // 32, dim_v // 32
     for unit in range(lo, hi):
@@ -85,6 +86,14 @@ def attend(
             inverse = np.float32(1) / totals[vector]
             for lane in range(0, dim_v, 32):
                 store(out, to + lane, load(sums, vector * dim_v + lane, 32) * inverse)
+
+
+@kernel
+def _scratch(size: int) -> F32Array:
+    """An uninitialised f32 array that starts on a cache line."""
+    room = np.empty(size + 16, np.float32)
+    skip = -room.ctypes.data // 4 % 16
+    return room[skip : skip + size]
 
 
 @kernel

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ..cache.formats import BLOCK, BLOCK_BYTES
 from ..errors import ConfigError, InputError
+from ._arrays import aligned_empty
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def dequantize(fmt: str, packed: NDArray[np.uint8]) -> NDArray[np.float32]:
         InputError: `packed` is not u8 or its last axis is not whole blocks.
     """
     blocks = _whole_blocks(fmt, "packed", packed, np.uint8, BLOCK_BYTES.get(fmt, 1))
-    values = np.empty((*packed.shape[:-1], blocks * BLOCK), np.float32)
+    values = aligned_empty(*packed.shape[:-1], blocks * BLOCK)
     dequantize_into(fmt, np.ascontiguousarray(packed), values.reshape(-1))
     return values
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ._jit import F32Array, Lanes, U8Array, kernel
+from ._arrays import F32Array, U8Array
+from ._jit import Lanes, kernel
 from .scalars import f32_of_bits, load_half, load_word, lowest_set, store_half, store_word
 from .simd import (
     as_bits,

@@ -12,9 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache.formats import BLOCK
-
-F32Array = NDArray[np.float32]
-U8Array = NDArray[np.uint8]
+from ._arrays import F32Array, U8Array
 
 LARGEST = np.float32(np.finfo(np.float32).max)
 CHUNK = 4096

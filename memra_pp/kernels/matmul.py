@@ -10,7 +10,8 @@ import llvmlite.binding
 import numpy as np
 
 from ..errors import InputError
-from ._jit import F32Array, kernel
+from ._arrays import F32Array, aligned_zeros
+from ._jit import kernel
 from .simd import LANES, fma, load, load_spread, splat, store, transpose
 from .threads import Threads
 
@@ -50,7 +51,7 @@ class PackedMatrix:
         if n_out < 1 or n_in < 1:
             raise InputError(f"PackedMatrix.empty({n_out}, {n_in}): both dimensions must be at least 1")
         depth = -(-n_in // DEPTH_UNIT) * DEPTH_UNIT
-        return cls(np.zeros((-(-n_out // PANEL), depth, PANEL), np.float32), n_out, n_in)
+        return cls(aligned_zeros(-(-n_out // PANEL), depth, PANEL), n_out, n_in)
 
     @classmethod
     def pack(cls, w: F32Array, threads: Threads) -> PackedMatrix:

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ._jit import F32Array, I64Array, kernel
+from ._arrays import F32Array, I64Array
+from ._jit import kernel
 from .scalars import f64_bits, f64_of_bits
 from .simd import fma, load, splat, sum_lanes
 

@@ -37,10 +37,11 @@ class DflashTapSink:
         Raises:
             CacheError: the rows do not fit behind `base`.
         """
-        if layer not in self.layer_ids:
+        slots = [slot for slot, tapped in enumerate(self.layer_ids) if tapped == layer]
+        if not slots:
             return
         end = self.base + len(rows)
         if end > self.t:
             raise CacheError(f"tap rows [{self.base}, {end}) do not fit in a sink of {self.t} rows: arm a larger one")
-        slot = self.layer_ids.index(layer)
-        self.buf[self.base : end, slot * self.hidden : (slot + 1) * self.hidden] = rows
+        for slot in slots:
+            self.buf[self.base : end, slot * self.hidden : (slot + 1) * self.hidden] = rows

@@ -21,9 +21,11 @@ class Ledger:
         """Charges a session, `charges[s]` bytes on stage `s`.
 
         Raises:
-            AdmissionError: a stage cannot hold its share; nothing was reserved anywhere.
+            AdmissionError: a stage cannot hold its share, or the session is charged already; nothing was reserved anywhere.
         """
         with self._lock:
+            if session in self._live:
+                raise AdmissionError(f"session {session} is charged {self._live[session]} bytes already: release it first")
             for stage, (charge, reserved, budget) in enumerate(zip(charges, self._reserved, self.budgets, strict=True)):
                 if reserved + charge > budget:
                     raise AdmissionError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import selectors
 import threading
 import time
@@ -14,8 +15,11 @@ from ..errors import LaneError, StageError
 from ..stage.lanes import Lane
 from ..stage.serve import HEARTBEAT_S, question
 
+log = logging.getLogger(__name__)
+
 DEATH_S = 5.0
-"""A stage that has been silent for this long is taken for dead."""
+"""A stage that leaves the pings of this long unanswered is taken for dead. Time in which this process was itself stopped,
+and sent none, does not count."""
 
 SEND_S = 2.0
 
@@ -32,9 +36,10 @@ class Heart:
         self._ids = itertools.count(1)
         self._answers: dict[tuple[int, int], Any] = {}
         self._asked: set[tuple[int, int]] = set()
+        self._gone: dict[int, str] = {}
         self._news = threading.Condition()
         self._send_locks = [threading.Lock() for _ in lanes]
-        self._heard = [time.monotonic()] * len(lanes)
+        self._unanswered = [0] * len(lanes)
         self._stop = threading.Event()
         self._selector = selectors.DefaultSelector()
         for stage, lane in enumerate(self._lanes):
@@ -51,16 +56,24 @@ class Heart:
         asked = [(stage, next(self._ids)) for stage in range(len(self._lanes))]
         with self._news:
             self._asked.update(asked)
-        for stage, frame_id in asked:
-            self._send(stage, op, frame_id)
-        with self._news:
-            complete = self._news.wait_for(lambda: all(key in self._answers for key in asked), timeout)
-            answers = [self._answers.pop(key, None) for key in asked]
-            self._asked.difference_update(asked)
-        if not complete:
-            missing = [stage for stage, answer in enumerate(answers) if answer is None]
-            raise StageError(f"stages {missing} did not answer {op!r} within {timeout:.0f} s: see pipe.health()")
-        return answers
+        try:
+            for stage, frame_id in asked:
+                if stage not in self._gone:
+                    self._send(stage, op, frame_id)
+            with self._news:
+                self._news.wait_for(lambda: self._gone or all(key in self._answers for key in asked), timeout)
+                if self._gone:
+                    stage, cause = next(iter(self._gone.items()))
+                    raise StageError(f"{self._lanes[stage].peer} is gone: {cause}")
+                late = [self._lanes[stage].peer for stage, frame_id in asked if (stage, frame_id) not in self._answers]
+                if late:
+                    raise StageError(f"no answer to {op!r} within {timeout:.0f} s from {', '.join(late)}")
+                return [self._answers[key] for key in asked]
+        finally:
+            with self._news:
+                self._asked.difference_update(asked)
+                for key in asked:
+                    self._answers.pop(key, None)
 
     def close(self) -> None:
         """Tells every stage to stop, and ends the thread."""
@@ -70,6 +83,7 @@ class Heart:
             with contextlib.suppress(StageError):
                 self._send(stage, "stop", next(self._ids))
             lane.close()
+        self._thread.join()
         self._selector.close()
 
     def _beat(self) -> None:
@@ -78,37 +92,49 @@ class Heart:
             now = time.monotonic()
             if now >= due:
                 due = now + HEARTBEAT_S
-                self._ping(now)
+                self._ping()
             for key, _ in self._selector.select(timeout=max(0.0, min(due - now, HEARTBEAT_S / 4))):
                 self._hear(key.data)
 
-    def _ping(self, now: float) -> None:
+    def _ping(self) -> None:
         for stage in sorted(key.data for key in self._selector.get_map().values()):
-            if now - self._heard[stage] > DEATH_S:
+            if self._unanswered[stage] * HEARTBEAT_S >= DEATH_S:
                 self._lost(stage, f"silent for {DEATH_S:.0f} s")
                 continue
+            self._unanswered[stage] += 1
             try:
                 self._send(stage, "ping", next(self._ids))
             except StageError as error:
                 self._lost(stage, str(error))
 
     def _hear(self, stage: int) -> None:
-        try:
-            frame = self._lanes[stage].recv(SEND_S)
-        except LaneError as error:
-            self._lost(stage, str(error))
-            return
-        if frame is None:
-            return
-        self._heard[stage] = time.monotonic()
-        with self._news:
-            if (stage, frame.id) in self._asked:
-                self._answers[stage, frame.id] = frame.entries[0].acks[0]
-                self._news.notify_all()
+        lane, more = self._lanes[stage], True
+        while more:
+            try:
+                frame = lane.recv(SEND_S)
+            except LaneError as error:
+                self._lost(stage, str(error))
+                return
+            if frame is None:
+                return
+            self._unanswered[stage] = 0
+            with self._news:
+                if (stage, frame.id) in self._asked and frame.entries:
+                    self._answers[stage, frame.id] = next(iter(frame.entries[0].acks), None)
+                    self._news.notify_all()
+            more = lane.pending
 
     def _lost(self, stage: int, cause: str) -> None:
         self._selector.unregister(self._lanes[stage])
-        self._on_death(stage, cause)
+        if self._stop.is_set():
+            return
+        with self._news:
+            self._gone[stage] = cause
+            self._news.notify_all()
+        try:
+            self._on_death(stage, cause)
+        except Exception:
+            log.exception("%s is gone, and telling so failed", self._lanes[stage].peer)
 
     def _send(self, stage: int, op: str, frame_id: int) -> None:
         with self._send_locks[stage]:

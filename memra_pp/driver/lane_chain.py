@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from ..stage.lanes import Lane
 from ..stage.spec import StageSpec
 from .chain import Chain
 from .heart import Heart
+
+log = logging.getLogger(__name__)
 
 SEND_S = 60.0
 STATS_S = 10.0
@@ -92,13 +95,21 @@ class LaneChain(Chain):
         """The error that says which stage broke the chain, once the heart or the autopsy knows."""
         deadline = time.monotonic() + AUTOPSY_S
         while not self._failed.wait(timeout=0.05) and time.monotonic() < deadline:
-            if found := self._autopsy():
+            if found := self._findings():
                 return StageError(found)
         return self._failure or StageError(f"the chain of stages broke: {error}")
 
     def _stage_died(self, stage: int, cause: str) -> None:
-        found = self._autopsy()
+        found = self._findings()
         self._fail(StageError(f"{self._specs[stage]} is gone: {cause}" + (f" ({found})" if found else "")))
+
+    def _findings(self) -> str | None:
+        """What the autopsy tells; one that fails tells nothing."""
+        try:
+            return self._autopsy()
+        except Exception:
+            log.exception("the autopsy of the stages failed")
+            return None
 
     def _fail(self, error: StageError) -> StageError:
         """Marks the chain failed, once, and wakes whoever waits on a lane."""

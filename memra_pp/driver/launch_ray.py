@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import tempfile
 import threading
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ..errors import ConfigError, LaneError, MemraError, StageError
@@ -30,64 +32,94 @@ LOAD_S = 900.0
 WIRE_S = 60.0
 STOP_S = 5.0
 OBJECT_STORE_BYTES = 100 << 20
+MAX_PARENT_BYTES = 24
+EXIT_POLL_S = 0.02
+
+log = logging.getLogger(__name__)
 
 
 class _Runtime:
-    """The Ray this process uses: one that was running is joined and left alone, else one is started and stopped with the
-    last pipeline that uses it."""
+    """The Ray this process uses. One that was running is joined and left alone; else one is started, in a private directory,
+    and stopped with the last pipeline that uses it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._users = 0
-        self._own = False
-        self._token: str | None = None
+        self._home: str | None = None
+        self._environ: dict[str, str] = {}
 
     def acquire(self, stages: int) -> None:
         with self._lock:
             if not ray.is_initialized():
-                self._own = not _joined()
-                if self._own:
+                if "RAY_ADDRESS" in os.environ:
+                    ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+                else:
                     self._start(stages)
             self._users += 1
 
     def release(self) -> None:
         with self._lock:
             self._users -= 1
-            if self._own and self._users == 0:
-                ray.shutdown()
-                self._own = False
-                if self._token is not None:
-                    os.environ.pop("RAY_AUTH_TOKEN_PATH", None)
-                    shutil.rmtree(Path(self._token).parent, ignore_errors=True)
-                    self._token = None
+            if self._home is not None and self._users == 0:
+                self._stop()
 
     def _start(self, stages: int) -> None:
         """One node on loopback, no dashboard, a small object store, workers at normal priority."""
-        if "RAY_AUTH_TOKEN" not in os.environ and "RAY_AUTH_TOKEN_PATH" not in os.environ:
-            self._token = str(Path(tempfile.mkdtemp(prefix="memra-ray-")) / "token")
-            Path(self._token).write_text(secrets.token_hex(KEY_BYTES))
-            os.environ["RAY_AUTH_TOKEN_PATH"] = self._token
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init(
-            num_cpus=max(stages, os.cpu_count() or 1),
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        self._home = home = private_dir()
+        self._environ = {
+            name: value
+            for name, value in {
+                "RAY_AUTH_TOKEN": secrets.token_hex(KEY_BYTES),
+                ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+                "RAY_worker_niceness": "0",
+                "RAY_USAGE_STATS_ENABLED": "0",
+            }.items()
+            if name not in os.environ
+        }
+        os.environ.update(self._environ)
+        # The one switch that makes Ray listen on loopback alone. Ray reads the variable when it is imported, which may
+        # have been before this.
+        ray_constants.ENABLE_RAY_CLUSTER = False
+        try:
+            ray.init(
+                num_cpus=max(stages, os.cpu_count() or 1),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=home,
+            )
+        except BaseException:
+            self._stop()
+            raise
+
+    def _stop(self) -> None:
+        ray.shutdown()
+        ray_constants.ENABLE_RAY_CLUSTER = True
+        for name in self._environ:
+            os.environ.pop(name, None)
+        if self._home is not None:
+            remove_dir(self._home)
+            self._home = None
+
+
+def private_dir() -> str:
+    """A new directory of mode 0700 whose path leaves room for a socket's name (107 bytes in all)."""
+    parent = tempfile.gettempdir()
+    return tempfile.mkdtemp(prefix="memra-", dir=parent if len(parent) <= MAX_PARENT_BYTES else "/tmp")
+
+
+def remove_dir(path: str) -> None:
+    """Removes a directory that ending processes may still write to."""
+    deadline = time.monotonic() + STOP_S
+    while Path(path).exists():
+        shutil.rmtree(path, ignore_errors=True)
+        if time.monotonic() > deadline:
+            log.warning("could not remove %s", path)
+            return
 
 
 _runtime = _Runtime()
-
-
-def _joined() -> bool:
-    if "RAY_ADDRESS" not in os.environ:
-        return False
-    ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-    return True
 
 
 def launch_ray(specs: Sequence[StageSpec], model: type[StageModel], progress: Progress) -> LaneChain:
@@ -113,8 +145,9 @@ class _Launch:
         self._model = model
         self._progress = progress
         self._key = secrets.token_bytes(KEY_BYTES)
-        self._dir = tempfile.mkdtemp(prefix="memra-")
+        self._dir = private_dir()
         self._actors: list[Any] = []
+        self._where: list[dict[str, Any]] = []
         self._serving: list[Any] = []
         self._lanes: list[Lane] = []
         self._listener: Listener | None = None
@@ -170,13 +203,25 @@ class _Launch:
             for actor in self._actors:
                 with contextlib.suppress(RayError):
                     ray.kill(actor, no_restart=True)
+            self._await_exits()
             _runtime.release()
-        shutil.rmtree(self._dir, ignore_errors=True)
+        remove_dir(self._dir)
+
+    def _await_exits(self) -> None:
+        """Waits until this node's actors are gone; one that will not go (a stopped one, say) is killed."""
+        here = ray.get_runtime_context().get_node_id()
+        pids = [w["pid"] for w in self._where if w["node"] == here]
+        deadline = time.monotonic() + STOP_S
+        while pids := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+            if time.monotonic() > deadline:
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return
+            time.sleep(EXIT_POLL_S)
 
     def _place(self) -> None:
-        have = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
-        if have < len(self._specs):
-            raise ConfigError(f"{len(self._specs)} stages need a CPU each and this Ray cluster has {have:.0f}: use fewer")
+        self._await_cpus()
         actor_class: Any = StageActor
         placed = [actor_class.options(num_cpus=1).remote(self._key) for _ in self._specs]
         self._actors = placed
@@ -185,6 +230,15 @@ class _Launch:
         order = sorted(range(len(placed)), key=lambda i: nodes.index(where[i]["node"]))
         self._actors = [placed[i] for i in order]
         self._where = [where[i] for i in order]
+
+    def _await_cpus(self) -> None:
+        """Waits a little for CPUs that a pipeline before this one has just given back; a group that cannot fit would else
+        stay pending without an error."""
+        need, deadline = len(self._specs), time.monotonic() + STOP_S
+        while (have := ray.available_resources().get("CPU", 0)) < need:  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{need} stages need a CPU each and this Ray cluster has {have:.0f} free: use fewer stages")
+            time.sleep(EXIT_POLL_S)
 
     def _load(self, steps: int) -> list[str]:
         refs = [

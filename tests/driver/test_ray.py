@@ -1,0 +1,191 @@
+"""The Ray backend: the same bits as in process, a death noticed and named, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_exactness import long_run
+
+import memra_pp
+from memra_pp.driver import heart
+from memra_pp.errors import ConfigError, StageError
+
+MARK = "MEMRA_TEST_MARK"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray of this module's own, so that each launch joins it rather than start one."""
+    import ray
+
+    from memra_pp.driver.launch_ray import _runtime
+
+    _runtime.acquire(8)
+    yield
+    _runtime.release()
+    assert not ray.is_initialized()
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    return False
+
+
+def pids(pipe: memra_pp.Pipeline) -> list[int]:
+    return [stage["pid"] for stage in pipe.stats()["stages"]]
+
+
+@pytest.mark.parametrize("options", [{"stages": 2, "threads": 2}, {"stages": 6, "threads": 1}])
+def test_bits_past_ten_thousand_rows_equal_one_stage_in_process(cluster: None, tiny: Path, options: dict[str, Any]) -> None:
+    alone = long_run(tiny, "", backend="local", stages=1, threads=1)
+    np.testing.assert_array_equal(long_run(tiny, "all", backend="ray", **options), alone)
+
+
+def test_a_killed_stage_is_named_and_the_pipeline_closes(cluster: None, tiny: Path) -> None:
+    with memra_pp.launch(tiny, stages=3) as pipe:
+        session = pipe.open([5, 6, 7], max_new_tokens=8)
+        session.prefill()
+        stages = pids(pipe)
+        os.kill(stages[1], signal.SIGKILL)
+        with pytest.raises(StageError, match="stage 1"):
+            for token in range(8):
+                session.decode(token)
+        with pytest.raises(StageError, match="stage 1"):
+            pipe.open([1], max_new_tokens=1)
+        session.close()
+    assert not any(map(alive, stages))
+
+
+def test_a_stopped_stage_is_noticed_by_its_silence(cluster: None, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heart, "DEATH_S", 1.5)
+    with memra_pp.launch(tiny, stages=2) as pipe:
+        stages = pids(pipe)
+        os.kill(stages[0], signal.SIGSTOP)
+        try:
+            with pytest.raises(StageError, match="stage 0"), pipe.open([5, 6, 7], max_new_tokens=8) as session:
+                session.prefill()
+        finally:
+            os.kill(stages[0], signal.SIGCONT)
+    assert not any(map(alive, stages))
+
+
+def test_an_exception_in_the_block_leaves_no_actor(cluster: None, tiny: Path) -> None:
+    with pytest.raises(ZeroDivisionError), memra_pp.launch(tiny, stages=2) as pipe:
+        stages = pids(pipe)
+        pipe.open([5], max_new_tokens=1).prefill()
+        raise ZeroDivisionError
+    assert not any(map(alive, stages))
+
+
+def test_weights_that_a_stage_cannot_read_are_the_callers_error(cluster: None, tiny: Path, tmp_path: Path) -> None:
+    import json
+    import struct
+
+    blob = (tiny / "model.safetensors").read_bytes()
+    size = struct.unpack("<Q", blob[:8])[0]
+    header = {k: v for k, v in json.loads(blob[8 : 8 + size]).items() if "layers.4.mlp.up" not in k}
+    packed = json.dumps(header, separators=(",", ":")).encode().ljust(size)
+    (tmp_path / "model.safetensors").write_bytes(blob[:8] + packed + blob[8 + size :])
+    (tmp_path / "config.json").write_bytes((tiny / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=r"layers\.4\.mlp\.up_proj"):
+        memra_pp.launch(tmp_path, stages=2)
+
+
+def test_more_stages_than_the_cluster_has_cpus(cluster: None, tiny: Path) -> None:
+    import ray
+
+    with memra_pp.launch(tiny, stages=6), pytest.raises(ConfigError, match="CPU"):
+        memra_pp.launch(tiny, stages=6)
+    assert ray.is_initialized()
+
+
+def marked(mark: str) -> list[int]:
+    """Processes that inherited `MARK`."""
+    found = []
+    for proc in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if proc.name.isdigit() and f"{MARK}={mark}".encode() in (proc / "environ").read_bytes():
+                found.append(int(proc.name))
+    return [pid for pid in found if alive(pid)]
+
+
+def run_apart(code: str, tmp: Path, interrupt: bool = False) -> tuple[int, str]:
+    """Runs a program in a process and a temporary directory of its own; its exit code and what it said. Nothing of it,
+    process or file, may outlast it."""
+    mark = uuid.uuid4().hex
+    env = {**os.environ, MARK: mark, "TMPDIR": str(tmp), "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    said = child.stdout.readline()
+    if interrupt:
+        child.send_signal(signal.SIGINT)
+    rest, _ = child.communicate(timeout=120)
+    assert marked(mark) == []
+    assert list(tmp.iterdir()) == []
+    return child.returncode, said + rest
+
+
+def test_a_cluster_started_for_a_pipeline_listens_on_loopback_and_ends_with_it(tiny: Path) -> None:
+    tmp = Path("/tmp") / f"m{uuid.uuid4().hex[:8]}"
+    tmp.mkdir()
+    code = f"""
+import memra_pp, os, ray
+from pathlib import Path
+def listening():
+    mine = {{os.readlink(fd) for p in Path("/proc").iterdir() if p.name.isdigit() and b"{MARK}" in read(p / "environ")
+            for fd in links(p / "fd")}}
+    rows = [line.split() for file in ("tcp", "tcp6") for line in (Path("/proc/net") / file).read_text().splitlines()[1:]]
+    return {{r[1].split(":")[0] for r in rows if r[3] == "0A" and f"socket:[{{r[9]}}]" in mine}}
+def read(path):
+    try: return path.read_bytes()
+    except OSError: return b""
+def links(path):
+    try: return [fd for fd in path.iterdir() if fd.is_symlink()]
+    except OSError: return []
+with memra_pp.launch({str(tiny)!r}, stages=2) as pipe:
+    print(len(list(pipe.generate([5, 6, 7], max_new_tokens=3, eos_ids=()))))
+    print(*listening())
+print(ray.is_initialized())
+"""
+    status, said = run_apart(code, tmp)
+    tmp.rmdir()
+    assert status == 0, said
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    *_, generated, addresses, ray_on = said.splitlines()
+    assert generated == "3"
+    assert set(addresses.split()) <= loopback
+    assert addresses
+    assert ray_on == "False"
+
+
+def test_ctrl_c_in_the_middle_of_a_generation_leaves_nothing(tiny: Path) -> None:
+    tmp = Path("/tmp") / f"m{uuid.uuid4().hex[:8]}"
+    tmp.mkdir()
+    code = f"""
+import memra_pp
+with memra_pp.launch({str(tiny)!r}, stages=2) as pipe:
+    for token in pipe.generate([5, 6, 7], max_new_tokens=16000, eos_ids=()):
+        print(token)
+"""
+    status, said = run_apart(code, tmp, interrupt=True)
+    tmp.rmdir()
+    assert status in (1, 130, -signal.SIGINT), said
+    assert "KeyboardInterrupt" in said

@@ -202,3 +202,7 @@ def demo_weights() -> Path:
 
 def _terminated(signum: int, frame: object) -> NoReturn:
     raise SystemExit(128 + signum)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

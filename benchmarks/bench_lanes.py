@@ -13,6 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def bare_step(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
     listener.bind(paths[-1])
     listener.listen(1)
     spawn = mp.get_context("spawn")
-    stages = [spawn.Process(target=_bare_stage, args=pair, daemon=True) for pair in zip(paths, paths[1:], strict=False)]
+    stages = [spawn.Process(target=_bare_stage, args=pair, daemon=True) for pair in pairwise(paths)]
     for stage in stages:
         stage.start()
     out = connect(paths[0])

@@ -20,6 +20,8 @@ from .threads import Threads
 
 VECTORS = 64
 """Query vectors (rows x heads that share a K/V head) served by one reading of the stored rows."""
+SHARE = 1 << 17
+"""Products that are worth waking a thread for: some 50 microseconds of work."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +112,15 @@ def attention(
     elif out.dtype != np.float32 or out.shape != shape or not out.flags.c_contiguous:
         raise InputError(f"out is {out.dtype} {out.shape}; it must be C-contiguous float32 {shape}")
     if rows:
-        block = max(1, VECTORS * spec.n_head_kv // n_head)
-        shares = min(threads.n, rows)
-        block = min(block, -(-rows // shares))
+        block = max(1, min(VECTORS * spec.n_head_kv // n_head, -(-rows // threads.n)))
         units = -(-rows // block) * spec.n_head_kv
+        keys = pos + rows - spec.first_key(pos)
+        unit_work = keys * (spec.head_dim_k + spec.head_dim_v) * block * (n_head // spec.n_head_kv)
+        grain = max(1, SHARE // unit_work)
         threads.run(
             attend,
             units,
-            1,
+            grain,
             q.reshape(-1),
             k_plane,
             v_plane,

@@ -19,6 +19,8 @@ PANEL = 64
 """Outputs a panel: one step along K reads 256 contiguous bytes of weights."""
 DEPTH_UNIT = 8
 """K is padded with zeros to a multiple of this."""
+SHARE = 1 << 18
+"""Products that are worth waking a thread for: some 50 microseconds of work."""
 
 WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 OUTPUTS = 64 if WIDE else 16
@@ -100,7 +102,9 @@ def matmul(x: F32Array, packed: PackedMatrix, threads: Threads, out: F32Array | 
         raise InputError(f"out is {out.dtype} {out.shape} with strides {out.strides}; it must be C-contiguous float32 {shape}")
     if len(x):
         panels = packed.panels
-        threads.run(_multiply, len(panels), 1, x.reshape(-1), len(x), packed.n_in, panels.reshape(-1), panels.shape[1], out)
+        depth = panels.shape[1]
+        grain = max(1, SHARE // (depth * PANEL * len(x)))
+        threads.run(_multiply, len(panels), grain, x.reshape(-1), len(x), packed.n_in, panels.reshape(-1), depth, out)
     return out
 
 

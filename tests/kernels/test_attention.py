@@ -16,6 +16,13 @@ from memra_pp.kernels.attention import AttentionSpec, attention
 from memra_pp.kernels.threads import Threads
 
 
+@pytest.fixture(autouse=True, scope="module")
+def even_small_work_is_shared():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memra_pp.kernels.attention.SHARE", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def pools():
     opened = {n: Threads(n) for n in (1, 2, 3)}

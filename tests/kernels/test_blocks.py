@@ -83,6 +83,15 @@ def test_a_block_of_zeros_has_the_reference_scale(zero):
     assert blocks.quantize("q5_1", x)[:4].tolist() == [0, 0, 0, sign]
 
 
+@pytest.mark.parametrize("backend", [blocks_numba, blocks_numpy])
+def test_of_equal_minima_q5_1_keeps_the_first_zeros_sign(backend):
+    x = np.random.default_rng(2).choice(np.array([0.0, -0.0, 1.0, 2.0], np.float32), (500, 32))
+    packed = np.empty(500 * 24, np.uint8)
+    backend.quantize_q5_1(x.reshape(-1), packed, 0, 500)
+    first_zero = np.take_along_axis(x, (x == 0).argmax(axis=1)[:, None], axis=1)[:, 0]
+    np.testing.assert_array_equal(packed.reshape(500, 24)[:, 3] == 0x80, np.signbit(first_zero))
+
+
 def test_halves_round_away_from_zero_in_q8_0():
     x = np.zeros(32, np.float32)
     x[:4] = [127, 0.5, 2.5, -0.5]

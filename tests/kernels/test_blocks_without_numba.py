@@ -6,18 +6,12 @@ import subprocess
 import sys
 
 PROGRAM = """
-import importlib.util, logging, sys, types
+import logging, sys
 logging.basicConfig(format="%(message)s")
 sys.modules["numba"] = None
-import memra_pp
-folder = importlib.util.find_spec("memra_pp").submodule_search_locations[0] + "/kernels"
-package = types.ModuleType("memra_pp.kernels")
-package.__path__ = [folder]
-sys.modules["memra_pp.kernels"] = package
 from memra_pp.kernels import blocks
 import numpy as np
-x = np.arange(32, dtype=np.float32)
-print(blocks.backend(), blocks.quantize("q8_0", x)[-1])
+print(blocks.backend(), blocks.quantize("q8_0", np.arange(32, dtype=np.float32))[-1])
 """
 
 

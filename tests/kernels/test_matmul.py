@@ -10,6 +10,13 @@ from memra_pp.kernels.matmul import PackedMatrix, matmul
 from memra_pp.kernels.threads import Threads
 
 
+@pytest.fixture(autouse=True, scope="module")
+def even_small_work_is_shared():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memra_pp.kernels.matmul.SHARE", 1)
+        yield
+
+
 @pytest.fixture(scope="module")
 def pools():
     with Threads(1) as one, Threads(2) as two:

@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 try:
     from . import blocks_numba as _backend
-except ImportError:
+except ImportError as missing:
     from . import blocks_numpy as _backend  # type: ignore[no-redef]
 
-    log.warning("numba is not installed: K/V blocks are packed by NumPy, same bytes but slower; pip install numba")
+    log.warning("numba cannot be imported (%s): NumPy packs K/V blocks, same bytes but slower", missing)
 
 _QUANTIZE = {fmt: getattr(_backend, f"quantize_{fmt}") for fmt in BLOCK_BYTES if fmt != "f32"}
 _DEQUANTIZE = {fmt: getattr(_backend, f"dequantize_{fmt}") for fmt in BLOCK_BYTES if fmt != "f32"}

@@ -23,6 +23,17 @@ BLOCK = 32
 BLOCK_BYTES: Mapping[str, int] = {"q8_0": 34, "q5_1": 24, "q4_0": 18, "fp8": 32, "f32": 128}
 """Bytes a block of 32 elements (ggml block_q8_0, block_q5_1, block_q4_0; e4m3fn; plain f32)."""
 
+F16_MAX = 65504.0
+
+LARGEST: Mapping[str, float] = {
+    "q8_0": 127 * F16_MAX,
+    "q5_1": F16_MAX,
+    "q4_0": 8 * F16_MAX,
+    "fp8": float("inf"),
+    "f32": float("inf"),
+}
+"""The largest magnitude a format keeps: beyond it a block's f16 scale or minimum would be infinite (e4m3 saturates)."""
+
 K_CHOICES = ("q8_0", "fp8")
 V_CHOICES = ("q5_1", "q4_0", "fp8")
 

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..cache import Buffer, Contiguous, KvLayer, KvRingAppend, Rebase
+from ..cache.formats import LARGEST
 from ..errors import CacheError, CapacityExceeded, InputError
 from .blocks import quantize_into
 
@@ -21,7 +22,7 @@ def append(layer: KvLayer, pos: int, k: NDArray[np.float32], v: NDArray[np.float
 
     Raises:
         InputError: the shapes disagree, or `pos` is negative; nothing has changed.
-        CacheError: a value is NaN, or infinite in a format with a scale; it names layer and position. Nothing has changed.
+        CacheError: a value is NaN, or larger than the format keeps; it names layer and position. Nothing has changed.
         RingLapped, CacheError: the ring cannot keep what is asked; nothing has changed.
         CapacityExceeded: the rows do not fit a flat layer; nothing has changed.
     """
@@ -66,7 +67,7 @@ def _check(layer: KvLayer, name: str, x: NDArray[np.float32], width: int, fmt: s
             f"{name} rows are {x.dtype} {x.shape} with strides {x.strides}: "
             f"layer {layer.index} takes C-contiguous f32 [rows, {width}]"
         )
-    bad = np.isnan(x) if fmt in ("fp8", "f32") else ~np.isfinite(x)
+    bad = ~(np.abs(x) <= LARGEST[fmt])
     if bad.any():
         row = int(np.argwhere(bad)[0][0])
         raise CacheError(

@@ -1,10 +1,13 @@
 """`y = x @ w.T` with bits that do not depend on the number of rows, nor on threads.
 
-Each output element is one chain of fused multiply-adds over K, first to last, from 0. Lanes run over outputs and tiles
-over rows, so neither touches that order: a row gives the same bits alone, in a batch or in a longer chunk.
+Each output element is a sum, first to last, of chains of `CHAIN` fused multiply-adds over K, each from 0: roundings grow
+with the length of a chain and their number, not with K. Lanes run over outputs and tiles over rows, so neither touches
+that order: a row gives the same bits alone, in a batch or in a longer chunk.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import llvmlite.binding
 import numpy as np
@@ -17,6 +20,8 @@ from .threads import Threads
 
 PANEL = 64
 """Outputs a panel: one step along K reads 256 contiguous bytes of weights."""
+CHAIN = 32
+"""Products summed in one chain before it is added to the output."""
 DEPTH_UNIT = 8
 """K is padded with zeros to a multiple of this."""
 SHARE = 1 << 18
@@ -159,37 +164,46 @@ def _multiply(x: F32Array, rows: int, n_in: int, panels: F32Array, depth: int, o
 
 @kernel
 def _one_row(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int) -> None:
-    total = splat(np.float32(0), OUTPUTS)
-    for k in range(depth):
-        total = fma(load_spread(x, x_at + k, OUTPUTS), load(panels, at + k * PANEL, OUTPUTS), total)
-    store(out, to, total)
+    for start in range(0, depth, CHAIN):
+        total = splat(np.float32(0), OUTPUTS)
+        for k in range(start, min(start + CHAIN, depth)):
+            total = fma(load_spread(x, x_at + k, OUTPUTS), load(panels, at + k * PANEL, OUTPUTS), total)
+        _add(out, to, total, start)
 
 
 @kernel
 def _two_rows(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int) -> None:
-    first = second = splat(np.float32(0), OUTPUTS)
-    for k in range(depth):
-        weights = load(panels, at + k * PANEL, OUTPUTS)
-        first = fma(load_spread(x, x_at + k, OUTPUTS), weights, first)
-        second = fma(load_spread(x, x_at + depth + k, OUTPUTS), weights, second)
-    store(out, to, first)
-    store(out, to + stride, second)
+    for start in range(0, depth, CHAIN):
+        first = second = splat(np.float32(0), OUTPUTS)
+        for k in range(start, min(start + CHAIN, depth)):
+            weights = load(panels, at + k * PANEL, OUTPUTS)
+            first = fma(load_spread(x, x_at + k, OUTPUTS), weights, first)
+            second = fma(load_spread(x, x_at + depth + k, OUTPUTS), weights, second)
+        _add(out, to, first, start)
+        _add(out, to + stride, second, start)
 
 
 @kernel
 def _six_rows(x: F32Array, x_at: int, depth: int, panels: F32Array, at: int, out: F32Array, to: int, stride: int) -> None:
-    row0 = row1 = row2 = row3 = row4 = row5 = splat(np.float32(0), OUTPUTS)
-    for k in range(depth):
-        weights, at_k = load(panels, at + k * PANEL, OUTPUTS), x_at + k
-        row0 = fma(load_spread(x, at_k, OUTPUTS), weights, row0)
-        row1 = fma(load_spread(x, at_k + depth, OUTPUTS), weights, row1)
-        row2 = fma(load_spread(x, at_k + 2 * depth, OUTPUTS), weights, row2)
-        row3 = fma(load_spread(x, at_k + 3 * depth, OUTPUTS), weights, row3)
-        row4 = fma(load_spread(x, at_k + 4 * depth, OUTPUTS), weights, row4)
-        row5 = fma(load_spread(x, at_k + 5 * depth, OUTPUTS), weights, row5)
-    store(out, to, row0)
-    store(out, to + stride, row1)
-    store(out, to + 2 * stride, row2)
-    store(out, to + 3 * stride, row3)
-    store(out, to + 4 * stride, row4)
-    store(out, to + 5 * stride, row5)
+    for start in range(0, depth, CHAIN):
+        row0 = row1 = row2 = row3 = row4 = row5 = splat(np.float32(0), OUTPUTS)
+        for k in range(start, min(start + CHAIN, depth)):
+            weights, at_k = load(panels, at + k * PANEL, OUTPUTS), x_at + k
+            row0 = fma(load_spread(x, at_k, OUTPUTS), weights, row0)
+            row1 = fma(load_spread(x, at_k + depth, OUTPUTS), weights, row1)
+            row2 = fma(load_spread(x, at_k + 2 * depth, OUTPUTS), weights, row2)
+            row3 = fma(load_spread(x, at_k + 3 * depth, OUTPUTS), weights, row3)
+            row4 = fma(load_spread(x, at_k + 4 * depth, OUTPUTS), weights, row4)
+            row5 = fma(load_spread(x, at_k + 5 * depth, OUTPUTS), weights, row5)
+        _add(out, to, row0, start)
+        _add(out, to + stride, row1, start)
+        _add(out, to + 2 * stride, row2, start)
+        _add(out, to + 3 * stride, row3, start)
+        _add(out, to + 4 * stride, row4, start)
+        _add(out, to + 5 * stride, row5, start)
+
+
+@kernel
+def _add(out: F32Array, to: int, chain: Any, start: int) -> None:
+    """Adds a chain's sum to its outputs; the first chain is the sum so far."""
+    store(out, to, chain if start == 0 else load(out, to, OUTPUTS) + chain)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass, field
 from math import prod
+from types import NoneType
 from typing import Any
 
 import msgpack
@@ -23,6 +24,7 @@ PREFIX = struct.Struct("<IIQ48x")
 MAGIC = 0x3150504D  # "MPP1"
 MAX_HEADER_BYTES = 1 << 20
 MAX_BODY_BYTES = 1 << 29
+MAX_DIMS = 3
 ALIGN = 64
 DTYPES = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -60,9 +62,10 @@ class Entry:
         ]  # fmt: skip
 
 
-_FIELD_TYPES: tuple[type | tuple[type, ...], ...] = (
-    str, int, int, int, int, int, str, str, dict, list, (int, type(None)), (list, type(None)),
-)  # fmt: skip
+_SIGNATURES = frozenset(
+    (str, int, int, int, int, int, str, str, dict, list, out, fault) for out in (int, NoneType) for fault in (list, NoneType)
+)
+"""The types an entry's fields may have."""
 
 
 @dataclass(slots=True)
@@ -74,14 +77,16 @@ class Frame:
     arrays: list[Array] = field(default_factory=list)
 
 
-def encode(frame: Frame) -> list[bytes | memoryview]:
+def encode(frame: Frame, packer: msgpack.Packer) -> list[bytes | memoryview]:
     """The buffers of a frame, to be sent in order with one gathering call. Arrays are not copied.
 
+    `packer` is the sender's own: making one costs more than packing a header.
+
     Raises:
-        LaneError: the frame is longer than a receiver would accept.
+        LaneError: a receiver would not take it: too long, or an array that is not f32 or i32 of 1 to 3 dimensions.
     """
     arrays = [np.ascontiguousarray(a) for a in frame.arrays]
-    header = msgpack.packb([frame.id, [e.pack() for e in frame.entries], [[CODES[a.dtype], a.shape] for a in arrays]])
+    header = packer.pack([frame.id, [e.pack() for e in frame.entries], [_described(a) for a in arrays]])
     body = sum(_padded(a.nbytes) for a in arrays)
     _check_bounds(len(header), body)
     pad = _padded(len(header)) - len(header)
@@ -115,8 +120,10 @@ def decode(payload: memoryview, header_bytes: int) -> Frame:
     """
     try:
         frame_id, packed, described = msgpack.unpackb(payload[:header_bytes])
-        entries = [_entry(fields) for fields in packed]
+        entries = [_entry(fields, len(described)) for fields in packed]
         shapes = [(DTYPES[code], _shape(shape)) for code, shape in described]
+        if type(frame_id) is not int:
+            raise TypeError(f"the id {frame_id!r:.80}")
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise LaneError(f"a frame's header is malformed ({error})") from error
     arrays, at = [], _padded(header_bytes)
@@ -131,16 +138,26 @@ def decode(payload: memoryview, header_bytes: int) -> Frame:
     return Frame(frame_id, entries, arrays)
 
 
-def _entry(fields: list[Any]) -> Entry:
-    for value, kind in zip(fields, _FIELD_TYPES, strict=True):
-        if not isinstance(value, kind):
-            raise TypeError(f"an entry holds {value!r} where {kind} belongs")
-    return Entry(*fields)
+def _entry(fields: list[Any], arrays: int) -> Entry:
+    if tuple(map(type, fields)) not in _SIGNATURES:
+        raise TypeError(f"an entry of {fields!r:.200}")
+    entry = Entry(*fields)
+    if min(fields[1:6]) < 0 or (entry.out is not None and not 0 <= entry.out < arrays):
+        raise ValueError(f"an entry of {fields!r:.200} with {arrays} arrays")
+    return entry
+
+
+def _described(a: Array) -> list[Any]:
+    if a.dtype not in CODES or a.ndim > MAX_DIMS:
+        raise LaneError(f"an array {a.dtype} of shape {a.shape}: only f32 and i32 of 1 to {MAX_DIMS} dimensions travel")
+    return [CODES[a.dtype], a.shape]
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    if not all(isinstance(n, int) and 0 <= n <= MAX_BODY_BYTES for n in shape) or len(shape) > 3:
-        raise ValueError(f"an array of shape {shape!r}")
+    if not (
+        type(shape) is list and 1 <= len(shape) <= MAX_DIMS and all(type(n) is int and 0 <= n <= MAX_BODY_BYTES for n in shape)
+    ):
+        raise ValueError(f"an array of shape {shape!r:.80}")
     return tuple(shape)
 
 

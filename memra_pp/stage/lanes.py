@@ -12,8 +12,11 @@ import os
 import queue
 import secrets
 import socket
+import struct
 import threading
 import time
+
+import msgpack
 
 from ..errors import LaneError
 from .frames import PREFIX, Frame, decode, encode, payload_lengths
@@ -21,10 +24,14 @@ from .frames import PREFIX, Frame, decode, encode, payload_lengths
 HANDSHAKE_S = 2.0
 MAX_PENDING_HANDSHAKES = 16
 KEY_BYTES = 32
+STALL_S = 5.0
+"""A frame that has begun to arrive and then stays silent for this long breaks its lane."""
+
 _NONCE = 32
 _DIGEST = 32
 _ROLE = 16
 _HELLO = b"memra_pp/1\n"
+_IOV_MAX = os.sysconf("SC_IOV_MAX")
 
 
 class Lane:
@@ -33,12 +40,21 @@ class Lane:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._sock = sock
         self.peer = peer
+        self._packer = msgpack.Packer()
         self._buffer = memoryview(bytearray(1 << 16))
-        self._got = 0
+        self._arrived: list[int] = []
+        self._used = 0
+        self._timeouts: dict[int, float] = {}
+        sock.settimeout(None)
 
     def fileno(self) -> int:
         """The socket's descriptor, for selectors."""
         return self._sock.fileno()
+
+    @property
+    def pending(self) -> bool:
+        """Whether more has arrived already than the frame received last, so that no selector will tell of it."""
+        return sum(self._arrived) > self._used
 
     def send(self, frame: Frame, timeout: float) -> None:
         """Sends a frame with one gathering call (more only if the socket's buffer fills).
@@ -46,41 +62,40 @@ class Lane:
         Raises:
             LaneError: the peer is gone, or did not take the bytes within `timeout` seconds.
         """
-        buffers = encode(frame)
+        buffers = encode(frame, self._packer)
         deadline = time.monotonic() + timeout
         try:
-            self._sock.settimeout(timeout)
-            sent = self._sock.sendmsg(buffers)
-            for buf in buffers:
-                if sent < len(buf):
-                    self._sock.settimeout(_left(deadline))
-                    self._sock.sendall(memoryview(buf)[sent:])
-                sent = max(0, sent - len(buf))
+            self._set_timeout(socket.SO_SNDTIMEO, timeout)
+            sent = self._sock.sendmsg(buffers[:_IOV_MAX])
+            if sent < sum(map(len, buffers)):
+                self._send_rest(buffers, sent, deadline)
         except OSError as error:
             raise self._broken("send to", error) from error
 
     def recv(self, timeout: float) -> Frame | None:
-        """The next frame, its arrays views of a buffer that the next `recv` overwrites; None if nothing came in time.
+        """The next frame, its arrays views of a buffer that the next `recv` overwrites; None if none began in time.
 
-        What has arrived of a frame is kept when a signal handler raises, and the next call goes on from there.
+        A frame that has begun may take longer than `timeout`, as long as it goes on arriving. What has arrived of it is
+        kept when a signal handler raises, and the next call goes on from there.
 
         Raises:
             LaneError: end of file, a bad frame, or silence in the middle of one.
         """
-        deadline = time.monotonic() + timeout
+        self._drop_used()
         try:
-            self._fill(PREFIX.size, deadline)
+            self._fill(PREFIX.size, timeout)
             header, payload = payload_lengths(self._buffer[: PREFIX.size])
-            self._grow(PREFIX.size + payload)
-            self._fill(PREFIX.size + payload, deadline)
-        except TimeoutError as error:
-            if self._got == 0:
+            end = PREFIX.size + payload
+            self._grow(end)
+            self._fill(end, timeout)
+        except BlockingIOError as error:
+            if not sum(self._arrived):
                 return None
             raise self._broken("receive the rest of a frame from", error) from error
         except OSError as error:
             raise self._broken("receive from", error) from error
-        self._got = 0
-        return decode(self._buffer[PREFIX.size : PREFIX.size + payload], header)
+        self._used = end
+        return decode(self._buffer[PREFIX.size : end], header)
 
     def close(self) -> None:
         """Closes the socket and wakes whoever waits on it."""
@@ -88,23 +103,57 @@ class Lane:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def _fill(self, until: int, deadline: float) -> None:
-        """Reads until the buffer holds `until` bytes of the frame."""
-        while self._got < until:
-            self._sock.settimeout(_left(deadline))
-            got = self._sock.recv_into(self._buffer[self._got : until])
-            if got == 0:
+    def _fill(self, until: int, timeout: float) -> None:
+        """Reads until the buffer holds `until` bytes, and whatever came with them.
+
+        Waits `timeout` for a frame's first bytes and `STALL_S` for each next part. `extend` over `map` notes how many came
+        in the same C call that reads them: no signal handler can raise in between.
+        """
+        while True:
+            got = sum(self._arrived)
+            self._arrived = [got]
+            if got >= until:
+                return
+            self._set_timeout(socket.SO_RCVTIMEO, STALL_S if got else timeout)
+            self._arrived.extend(map(self._sock.recv_into, (self._buffer[got:],)))
+            if self._arrived[-1] == 0:
                 raise LaneError(f"{self.peer} closed the lane")
-            self._got += got
+
+    def _drop_used(self) -> None:
+        """Forgets the frame handed out last; what came behind it moves to the front."""
+        if self._used:
+            arrived = sum(self._arrived)
+            rest = bytes(self._buffer[self._used : arrived])
+            self._buffer[: arrived - self._used] = rest
+            self._arrived, self._used = [arrived - self._used], 0
+
+    def _send_rest(self, buffers: list[bytes | memoryview], sent: int, deadline: float) -> None:
+        for buf in buffers:
+            rest = memoryview(buf)[sent:]
+            sent = max(0, sent - len(buf))
+            while len(rest):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise BlockingIOError
+                self._set_timeout(socket.SO_SNDTIMEO, left)
+                rest = rest[self._sock.send(rest) :]
+
+    def _set_timeout(self, option: int, seconds: float) -> None:
+        """Sets a kernel timeout, where it is not what it was: cheaper than a poll before each call."""
+        if self._timeouts.get(option) != seconds:
+            micros = max(1, int(seconds * 1e6))
+            self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", micros // 1_000_000, micros % 1_000_000))
+            self._timeouts[option] = seconds
 
     def _grow(self, size: int) -> None:
         if size > len(self._buffer):
             larger = memoryview(bytearray(size))
-            larger[: self._got] = self._buffer[: self._got]
+            got = sum(self._arrived)
+            larger[:got] = self._buffer[:got]
             self._buffer = larger
 
     def _broken(self, doing: str, error: OSError) -> LaneError:
-        why = "it has stopped taking part" if isinstance(error, TimeoutError) else error.strerror or str(error)
+        why = "it has stopped taking part" if isinstance(error, BlockingIOError) else error.strerror or str(error)
         return LaneError(f"could not {doing} {self.peer}: {why}")
 
 
@@ -123,8 +172,8 @@ class Listener:
         self._sock = _bind(address)
         self.address = address if address.startswith("unix:") else _tcp_address(self._sock)
         self._ready: dict[str, queue.Queue[Lane]] = {}
+        self._greeting: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
-        self._pending = threading.BoundedSemaphore(MAX_PENDING_HANDSHAKES)
         self._thread = threading.Thread(target=self._accept_loop, name="lane-accept", daemon=True)
         self._thread.start()
 
@@ -140,11 +189,20 @@ class Listener:
             raise LaneError(f"no peer opened a {role} lane at {self.address} within {timeout:.0f} s") from None
 
     def close(self) -> None:
-        """Stops accepting; lanes already handed out stay open."""
+        """Stops accepting and drops who is in the handshake or was not asked for; lanes already handed out stay open."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
         self._thread.join(timeout=HANDSHAKE_S)
+        with self._lock:
+            greeting = dict(self._greeting)
+        for thread, sock in greeting.items():
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            thread.join(timeout=HANDSHAKE_S)
+        for ready in self._ready.values():
+            while not ready.empty():
+                ready.get().close()
         if self.address.startswith("unix:"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.removeprefix("unix:"))
@@ -159,10 +217,15 @@ class Listener:
                 sock, _ = self._sock.accept()
             except OSError:
                 return
-            if not self._pending.acquire(blocking=False):
+            thread = threading.Thread(target=self._greet, args=(sock,), name="lane-handshake", daemon=True)
+            with self._lock:
+                room = len(self._greeting) < MAX_PENDING_HANDSHAKES
+                if room:
+                    self._greeting[thread] = sock
+            if room:
+                thread.start()
+            else:
                 sock.close()
-                continue
-            threading.Thread(target=self._greet, args=(sock,), name="lane-handshake", daemon=True).start()
 
     def _greet(self, sock: socket.socket) -> None:
         try:
@@ -171,15 +234,18 @@ class Listener:
         except (OSError, LaneError):
             sock.close()
         finally:
-            self._pending.release()
+            with self._lock:
+                del self._greeting[threading.current_thread()]
 
 
 def connect(address: str, role: str, key: bytes, timeout: float, peer: str) -> Lane:
     """Opens a lane of `role` to a listener. `peer` names the other side in errors.
 
     Raises:
-        LaneError: nobody listens there, or the other side does not hold the key.
+        LaneError: nobody listens there, the other side does not hold the key, or the role is not a short ASCII name.
     """
+    if not (role.isascii() and role.isidentifier() and len(role) <= _ROLE):
+        raise LaneError(f"a lane of role {role!r:.80}: it must be an ASCII name of at most {_ROLE} characters")
     family, target = _target(address)
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -253,7 +319,7 @@ def _target(address: str) -> tuple[int, str | tuple[str, int]]:
     if kind == "unix":
         return socket.AF_UNIX, rest
     host, _, port = rest.rpartition(":")
-    if kind != "tcp" or not port.isdigit():
+    if kind != "tcp" or not host or not port.isdecimal() or int(port) > 65535:
         raise LaneError(f"a lane address {address!r}: it must be unix:PATH or tcp:HOST:PORT")
     return socket.AF_INET, (host, int(port))
 

@@ -4,6 +4,7 @@ process."""
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -133,6 +134,7 @@ class StageWorker:
             "stage": self.spec.stage,
             "layers": [self.spec.layers.start, self.spec.layers.stop],
             "device": f"cpu x{self.spec.threads}",
+            "pid": os.getpid(),
             "budget_bytes": self.device.budget_bytes,
             "allocated_bytes": self.device.allocated_bytes,
             "sessions": len(self.sessions),

@@ -7,6 +7,7 @@ import pytest
 from toy import F32, FLAT, PACKED, RINGED, image, model, rows_of, write
 
 from memra_pp.cache import Cache, KvPolicy
+from memra_pp.config import KvPlan
 from memra_pp.errors import CacheError, CapacityExceeded, InputError, RingLapped
 from memra_pp.kernels import CpuDev, append, blocks
 
@@ -154,3 +155,18 @@ def test_rows_outside_a_flat_layer_are_an_error(flat, start, end):
     assert flat.physical_rows(0, 5000) == range(5000)
     with pytest.raises(CacheError):
         flat.physical_rows(start, end)
+
+
+@pytest.mark.parametrize(("fmt", "largest"), [("q8_0", 127 * 65504.0), ("q5_1", 65504.0), ("q4_0", 8 * 65504.0)])
+def test_the_largest_value_a_format_keeps_reads_back_finite_and_a_larger_one_is_refused(fmt: str, largest: float) -> None:
+    with Cache.new(CpuDev(), model(KvPlan(1, 32, 32)), 4, policy=KvPolicy(k=fmt, v=fmt)) as cache:
+        layer = cache.kv[0]
+        assert layer is not None
+        k, v = (np.zeros((1, width), np.float32) for width in (layer.kv_dim_k, layer.kv_dim_v))
+        k[0, 3], v[0, 5] = largest, -largest
+        append(layer, 0, k, v, 0)
+        assert np.isfinite(blocks.dequantize(fmt, layer.k[: layer.k_tok_bytes])).all()
+        assert np.isfinite(blocks.dequantize(fmt, layer.v[: layer.v_tok_bytes])).all()
+        k[0, 3] = np.nextafter(np.float32(largest), np.float32(np.inf))
+        with pytest.raises(CacheError, match=f"layer 0: K .*{fmt} cannot keep"):
+            append(layer, 1, k, v, 0)

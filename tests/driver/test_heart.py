@@ -1,0 +1,264 @@
+"""`Heart`: whoever closes its lane or falls silent is named in bounded time, once, and a question to it is an error."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from queue import Queue
+
+import pytest
+
+from memra_pp.driver import heart as heart_module
+from memra_pp.driver.heart import Heart
+from memra_pp.errors import LaneError, StageError
+from memra_pp.stage.frames import Frame
+from memra_pp.stage.lanes import Lane
+
+WAIT_S = 20.0
+CHILD = """
+import socket, sys, threading
+from types import SimpleNamespace
+from memra_pp.stage.lanes import Lane
+from memra_pp.stage.serve import serve_control
+stage = int(sys.argv[1])
+worker = SimpleNamespace(spec=f"stage {stage}", stats=lambda: {"stage": stage})
+lane = Lane(socket.socket(fileno=int(sys.argv[2])), "the driver")
+serve_control(worker, lane, threading.Event())
+"""
+
+
+class Children:
+    """Stages in processes of their own, which answer on their control lanes."""
+
+    def __init__(self, count):
+        self.lanes, self.processes = [], []
+        for stage in range(count):
+            ours, theirs = socket.socketpair()
+            args = [sys.executable, "-c", CHILD, str(stage), str(theirs.fileno())]
+            self.processes.append(subprocess.Popen(args, pass_fds=[theirs.fileno()]))
+            theirs.close()
+            self.lanes.append(Lane(ours, f"stage {stage}"))
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for lane in self.lanes:
+            lane.close()
+
+
+@pytest.fixture
+def children():
+    made = Children(3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def deaths():
+    return Queue()
+
+
+@contextlib.contextmanager
+def beating(lanes, on_death):
+    heart = Heart(lanes, on_death)
+    try:
+        yield heart
+    finally:
+        heart.close()
+        heart.close()
+        assert not heart._thread.is_alive()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Beats and deaths in a tenth of the time."""
+    monkeypatch.setattr(heart_module, "HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(heart_module, "DEATH_S", 0.5)
+
+
+def told(deaths):
+    return lambda stage, cause: deaths.put((stage, cause))
+
+
+def test_stages_answer_and_stop_when_the_heart_closes(children, deaths):
+    with beating(children.lanes, told(deaths)) as heart:
+        for _ in range(3):
+            assert heart.ask("stats", WAIT_S) == [{"stage": 0}, {"stage": 1}, {"stage": 2}]
+        assert heart.ask("ping", WAIT_S) == [None] * 3
+        assert not heart._asked and not heart._answers
+    assert [process.wait(WAIT_S) for process in children.processes] == [0, 0, 0]
+    assert deaths.empty()
+
+
+def test_a_killed_stage_is_named_once_and_questions_fail_at_once(children, deaths):
+    with beating(children.lanes, told(deaths)) as heart:
+        heart.ask("ping", WAIT_S)
+        children.processes[1].kill()
+        stage, cause = deaths.get(timeout=WAIT_S)
+        assert stage == 1 and "stage 1" in cause
+        with pytest.raises(StageError, match="stage 1"):
+            heart.ask("stats", 10 * WAIT_S)
+        assert not heart._asked and not heart._answers
+        children.processes[0].kill()
+        assert deaths.get(timeout=WAIT_S)[0] == 0
+    assert deaths.empty()
+
+
+def test_a_stopped_stage_is_named_by_its_silence(children, deaths, quick):
+    heart_module.DEATH_S = WAIT_S  # while the children start
+    with beating(children.lanes, told(deaths)) as heart:
+        heart.ask("ping", WAIT_S)
+        os.kill(children.processes[2].pid, signal.SIGSTOP)
+        heart_module.DEATH_S = 0.5
+        stage, cause = deaths.get(timeout=WAIT_S)
+        assert stage == 2 and "silent" in cause
+        with pytest.raises(StageError, match="stage 2 is gone: silent"):
+            heart.ask("stats", 10 * WAIT_S)
+
+
+def test_a_question_waits_no_longer_than_a_stage_lives(children, deaths):
+    with beating(children.lanes, told(deaths)) as heart:
+        heart.ask("ping", WAIT_S)
+        os.kill(children.processes[1].pid, signal.SIGSTOP)
+        threading.Timer(0.1, children.processes[1].kill).start()
+        with pytest.raises(StageError, match="stage 1"):
+            heart.ask("stats", 10 * WAIT_S)
+
+
+def test_a_question_that_is_not_answered_in_time_names_who_did_not(deaths):
+    with stages_in_threads(answer, lambda lane, frame: None) as lanes, beating(lanes, told(deaths)) as heart:
+        with pytest.raises(StageError, match=r"no answer to 'ping' within 1 s from stage 1$"):
+            heart.ask("ping", 0.6)
+        assert not heart._asked and not heart._answers
+
+
+@contextlib.contextmanager
+def stages_in_threads(*plays):
+    """Stages played by functions of a lane and the frame that came on it."""
+    pairs = [socket.socketpair() for _ in plays]
+    ours = [Lane(a, f"stage {stage}") for stage, (a, _) in enumerate(pairs)]
+    theirs = [Lane(b, "the driver") for _, b in pairs]
+    threads = [threading.Thread(target=play_until_closed, args=pair) for pair in zip(theirs, plays, strict=True)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield ours
+    finally:
+        for lane in (*ours, *theirs):
+            lane.close()
+        for thread in threads:
+            thread.join()
+
+
+def play_until_closed(lane, play):
+    with contextlib.suppress(LaneError):
+        while True:
+            if (frame := lane.recv(WAIT_S)) is not None:
+                play(lane, frame)
+
+
+def answer(lane, frame):
+    for entry in frame.entries:
+        entry.acks.append(entry.op)
+    lane.send(frame, WAIT_S)
+
+
+def junk(lane, frame):
+    with contextlib.suppress(OSError):
+        lane._sock.sendall(b"\xff" * 4096)
+
+
+def hollow(lane, frame):
+    lane.send(Frame(frame.id, []), WAIT_S)
+
+
+def unacked(lane, frame):
+    lane.send(frame, WAIT_S)
+
+
+def stray(lane, frame):
+    for other in (0, frame.id + 1000):
+        lane.send(Frame(other, frame.entries), WAIT_S)
+    answer(lane, frame)
+
+
+@pytest.mark.parametrize("play", [hollow, unacked, stray])
+def test_odd_answers_do_not_stop_the_heart(play, deaths, quick):
+    with stages_in_threads(play, answer) as lanes, beating(lanes, told(deaths)) as heart:
+        with contextlib.suppress(StageError):
+            assert heart.ask("stats", 0.2)[1] == "stats"
+        lanes[1]._sock.shutdown(socket.SHUT_RDWR)
+        assert deaths.get(timeout=WAIT_S)[0] == 1 and heart._thread.is_alive()
+
+
+def test_junk_is_a_death(deaths):
+    with stages_in_threads(junk, answer) as lanes, beating(lanes, told(deaths)):
+        assert deaths.get(timeout=WAIT_S)[0] == 0
+
+
+def test_answers_that_come_together_are_all_heard(deaths):
+    """What came behind a frame in the same packet is no longer in the socket: no selector tells of it."""
+    held = []
+
+    def two_at_once_and_never_again(lane, frame):
+        held.append(Frame(frame.id, [replace(e, acks=[e.op]) for e in frame.entries]))
+        if len(held) == 2:
+            packet = []
+            for one in held:
+                Lane(Capture(packet), "nobody").send(one, WAIT_S)
+            lane._sock.sendall(b"".join(packet))
+
+    with stages_in_threads(two_at_once_and_never_again) as lanes, beating(lanes, told(deaths)) as heart:
+        assert heart.ask("stats", 3.0) == ["stats"]
+
+
+class Capture:
+    """A socket that keeps what is sent."""
+
+    def __init__(self, buffers):
+        self.buffers = buffers
+
+    def sendmsg(self, buffers):
+        self.buffers += [bytes(b) for b in buffers]
+        return sum(map(len, buffers))
+
+    def settimeout(self, timeout):
+        pass
+
+    def setsockopt(self, *option):
+        pass
+
+
+def test_a_death_notice_that_raises_does_not_stop_the_heart(deaths):
+    def on_death(stage, cause):
+        deaths.put((stage, cause))
+        raise RuntimeError("the callback failed")
+
+    with stages_in_threads(answer, answer) as lanes, beating(lanes, on_death):
+        for stage in (0, 1):
+            lanes[stage]._sock.shutdown(socket.SHUT_RDWR)
+            assert deaths.get(timeout=WAIT_S)[0] == stage
+
+
+def test_time_in_which_the_driver_itself_was_stopped_is_nobodys_silence(deaths, monkeypatch):
+    """A clock that leaps an hour between any two looks, as for a process stopped and continued again and again."""
+    leaps = itertools.count(0, 3600)
+    monkeypatch.setattr(heart_module.time, "monotonic", lambda: float(next(leaps)))
+    beats = threading.Semaphore(0)
+
+    def counted(lane, frame):
+        answer(lane, frame)
+        beats.release()
+
+    with stages_in_threads(counted, counted) as lanes, beating(lanes, told(deaths)):
+        for _ in range(20):
+            assert beats.acquire(timeout=WAIT_S)
+    assert deaths.empty()

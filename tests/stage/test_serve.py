@@ -1,0 +1,130 @@
+"""A stage's two loops: frames pass until the end is told or shows, and either loop's end is the other's."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from toy_stage import CFG, closing, expected_logits, frame, opening, step, tokens, worker
+
+from memra_pp.errors import LaneError
+from memra_pp.stage import serve
+from memra_pp.stage.frames import Entry, Frame
+from memra_pp.stage.lanes import Lane
+from memra_pp.stage.serve import question, serve_control, serve_frames
+
+WAIT_S = 20.0
+
+
+class Served:
+    """A stage whose loops run in threads; `up`, `down` and `control` are the other ends of its lanes."""
+
+    def __init__(self):
+        self.worker = worker(0, fence=(0, CFG.n_trunk))
+        self.stop = threading.Event()
+        (self.up, up), (self.down, down), (self.control, control) = (lanes() for _ in range(3))
+        self.inner = [up, down, control]
+        self._pool = ThreadPoolExecutor(2)
+        self.frames = self._pool.submit(serve_frames, self.worker, up, down, self.stop)
+        self.controls = self._pool.submit(serve_control, self.worker, control, self.stop)
+
+    def ask(self, op):
+        self.control.send(question(op, 5), WAIT_S)
+        answer = self.control.recv(WAIT_S)
+        assert answer.id == 5
+        return answer.entries[0].acks
+
+    def close(self):
+        self.stop.set()
+        for lane in (self.up, self.down, self.control, *self.inner):
+            lane.close()
+        self._pool.shutdown()
+        self.worker.close()
+
+
+def lanes():
+    return tuple(Lane(sock, name) for sock, name in zip(socket.socketpair(), ("the stage", "the peer"), strict=True))
+
+
+@pytest.fixture
+def served():
+    made = Served()
+    yield made
+    made.close()
+
+
+def test_frames_go_through_in_order(served):
+    sent = [frame(opening(1)), *(frame(step(1, n, n - 1, 1, "last"), arrays=tokens(n)) for n in range(1, 9)), frame(closing(1))]
+    for number, one in enumerate(sent):
+        one.id = number
+        served.up.send(one, WAIT_S)
+    for number in range(len(sent)):
+        reply = served.down.recv(WAIT_S)
+        assert reply.id == number and reply.entries[0].fault is None
+        if reply.arrays:
+            assert (reply.arrays[0] == expected_logits([number])).all()
+    assert served.worker.counters.rows == 8 and served.worker.counters.wait_s > 0
+
+
+def test_ping_and_stats_are_answered_while_frames_are_idle(served):
+    served.up.send(frame(opening(1)), WAIT_S)
+    served.down.recv(WAIT_S)
+    assert served.ask("ping") == [None]
+    (stats,) = served.ask("stats")
+    assert stats["sessions"] == 1 and stats["allocated_bytes"] == served.worker.device.allocated_bytes > 0
+    assert served.ask("whatever") == [None]
+
+
+def test_a_control_frame_may_hold_any_number_of_entries(served):
+    served.control.send(Frame(5, []), WAIT_S)
+    assert served.control.recv(WAIT_S).entries == []
+    served.control.send(Frame(6, [Entry("ping", 0, 0, 0), Entry("stats", 0, 0, 0)]), WAIT_S)
+    assert served.control.recv(WAIT_S).entries[1].acks[0]["stage"] == 0
+
+
+def test_stop_ends_both_loops_without_an_error(served):
+    served.control.send(question("stop", 1), WAIT_S)
+    assert served.controls.result(WAIT_S) is None and served.frames.result(WAIT_S) is None
+
+
+def test_the_end_of_the_drivers_control_lane_ends_both_loops(served):
+    served.control.close()
+    assert served.controls.result(WAIT_S) is None and served.frames.result(WAIT_S) is None
+
+
+@pytest.mark.parametrize("neighbour", ["up", "down"])
+def test_a_lost_neighbour_ends_the_stage_and_its_control_lane_says_so(served, neighbour):
+    getattr(served, neighbour).close()
+    if neighbour == "down":
+        served.up.send(frame(opening(1)), WAIT_S)
+    with pytest.raises(LaneError):
+        served.frames.result(WAIT_S)
+    assert served.stop.is_set()
+    with pytest.raises(LaneError):
+        while served.ask("ping"):
+            pass
+
+
+def test_junk_on_the_control_lane_ends_the_stage(served):
+    served.control._sock.sendall(b"\xff" * 4096)
+    assert served.controls.result(WAIT_S) is None and served.frames.result(WAIT_S) is None
+
+
+def test_a_silent_driver_ends_the_stage(monkeypatch):
+    monkeypatch.setattr(serve, "SILENCE_S", 0.05)
+    served = Served()
+    try:
+        assert served.controls.result(WAIT_S) is None and served.frames.result(WAIT_S) is None
+        with pytest.raises(LaneError, match="closed the lane"):
+            served.control.recv(WAIT_S)
+    finally:
+        served.close()
+
+
+def test_a_fault_of_the_model_does_not_end_the_stage(served):
+    served.worker.model.on_forward = lambda y: y.no_such_thing
+    served.up.send(frame(opening(1), step(1, 1, 0, 1), arrays=tokens(3)), WAIT_S)
+    assert served.down.recv(WAIT_S).entries[1].fault[1] == "AttributeError"
+    assert served.ask("stats")[0]["faults"] == 1 and not served.stop.is_set()

@@ -316,7 +316,7 @@ def _bind(address: str) -> socket.socket:
 
 def _target(address: str) -> tuple[int, str | tuple[str, int]]:
     kind, _, rest = address.partition(":")
-    if kind == "unix":
+    if kind == "unix" and rest and "\0" not in rest:  # no abstract name: no directory would guard it
         return socket.AF_UNIX, rest
     host, _, port = rest.rpartition(":")
     if kind != "tcp" or not host or not port.isdecimal() or int(port) > 65535:

@@ -1,0 +1,432 @@
+"""Lanes: only who holds the key gets one, nobody waits without end, and what arrives is a frame, nothing or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import signal
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from memra_pp.errors import LaneError
+from memra_pp.stage import frames, lanes
+from memra_pp.stage.frames import MAGIC, MAX_BODY_BYTES, MAX_HEADER_BYTES, PREFIX, Entry, Frame
+from memra_pp.stage.lanes import KEY_BYTES, MAX_PENDING_HANDSHAKES, Lane, Listener, connect
+
+KEY, OTHER = bytes(KEY_BYTES), b"\1" * KEY_BYTES
+WAIT_S = 20.0
+SHORT_S = 0.05
+
+
+def threads_of_lanes():
+    return [t for t in threading.enumerate() if t.name.startswith("lane-")]
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request, tmp_path):
+    return f"unix:{tmp_path}/s" if request.param == "unix" else "tcp:127.0.0.1:0"
+
+
+@pytest.fixture
+def listener(address):
+    made = Listener(address, KEY)
+    yield made
+    made.close()
+    assert not threads_of_lanes()
+
+
+@pytest.fixture
+def pair():
+    ours, theirs = socket.socketpair()
+    a, b = Lane(ours, "the peer"), Lane(theirs, "the other")
+    yield a, b
+    a.close()
+    b.close()
+
+
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor(2) as made:
+        yield made
+
+
+def dial(listener):
+    """A bare socket to a listener."""
+    kind, _, rest = listener.address.partition(":")
+    sock = socket.socket(socket.AF_UNIX if kind == "unix" else socket.AF_INET)
+    sock.settimeout(WAIT_S)
+    sock.connect(rest if kind == "unix" else (rest.rpartition(":")[0], int(rest.rpartition(":")[2])))
+    return contextlib.closing(sock)
+
+
+def rows(n, first=0):
+    return Frame(n, [Entry("step", 1, 2, 3)], [np.arange(first, first + n, dtype=np.float32)])
+
+
+def same(a, b):
+    return (a.id, a.entries) == (b.id, b.entries) and all(np.array_equal(x, y) for x, y in zip(a.arrays, b.arrays, strict=True))
+
+
+def packet(frame):
+    """A frame's bytes, as a lane sends them."""
+    a, b = socket.socketpair()
+    with contextlib.closing(a), contextlib.closing(b):
+        Lane(a, "nobody").send(frame, WAIT_S)
+        return b.recv(1 << 20)
+
+
+# Handshake
+
+
+def test_lanes_are_handed_out_by_role_and_carry_frames_both_ways(listener):
+    with contextlib.ExitStack() as stack:
+        ours = {role: connect(listener.address, role, KEY, WAIT_S, "the stage") for role in ("frames", "control", "x" * 16)}
+        theirs = {role: listener.accept(role, WAIT_S) for role in reversed(ours)}
+        for lane in (*ours.values(), *theirs.values()):
+            stack.callback(lane.close)
+        for number, role in enumerate(ours, start=1):
+            ours[role].send(rows(number), WAIT_S)
+            assert same(theirs[role].recv(WAIT_S), rows(number))
+            theirs[role].send(rows(number, 7), WAIT_S)
+            assert same(ours[role].recv(WAIT_S), rows(number, 7))
+
+
+def test_a_client_without_the_key_gets_no_lane(listener):
+    with pytest.raises(LaneError, match="does not hold this pipeline's key"):
+        connect(listener.address, "frames", OTHER, WAIT_S, "the stage")
+    with pytest.raises(LaneError, match="no peer opened a frames lane"):
+        listener.accept("frames", SHORT_S)
+
+
+def test_a_client_that_skips_its_proof_gets_no_lane(listener):
+    """It answers the server's proof with the server's own: each side signs under its own name."""
+    with dial(listener) as sock:
+        sock.sendall(lanes._HELLO + b"frames".ljust(16, b"\0") + bytes(32))
+        challenge = b""
+        while len(challenge) < 64:
+            challenge += sock.recv(64 - len(challenge))
+        sock.sendall(challenge[32:])
+        assert sock.recv(1) == b""
+    with pytest.raises(LaneError):
+        listener.accept("frames", SHORT_S)
+
+
+def test_a_server_without_the_key_is_refused_before_the_client_proves_anything(pool):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = pool.submit(connect, f"tcp:127.0.0.1:{server.getsockname()[1]}", "frames", KEY, WAIT_S, "the stage")
+        sock, _ = server.accept()
+        with sock:
+            sock.settimeout(WAIT_S)
+            hello = sock.recv(4096)
+            assert hello.startswith(lanes._HELLO) and KEY not in hello
+            sock.sendall(bytes(64))
+            with pytest.raises(LaneError, match="does not hold this pipeline's key"):
+                client.result(WAIT_S)
+            assert sock.recv(1) == b""
+
+
+def test_nonces_are_fresh(listener):
+    seen = set()
+    for _ in range(4):
+        with dial(listener) as sock:
+            sock.sendall(lanes._HELLO + b"frames".ljust(16, b"\0") + bytes(32))
+            seen.add(sock.recv(32))
+    assert len(seen) == 4
+
+
+def test_silent_clients_block_nobody(listener):
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_PENDING_HANDSHAKES - 1):
+            stack.enter_context(dial(listener))
+        lane = connect(listener.address, "frames", KEY, WAIT_S, "the stage")
+        stack.callback(lane.close)
+        accepted = listener.accept("frames", WAIT_S)
+        stack.callback(accepted.close)
+        accepted.send(rows(1), WAIT_S)
+        assert same(lane.recv(WAIT_S), rows(1))
+
+
+def test_who_comes_when_too_many_shake_hands_is_dropped_until_they_are_gone(listener):
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(dial(listener)) for _ in range(MAX_PENDING_HANDSHAKES)]
+        with pytest.raises(LaneError):
+            connect(listener.address, "frames", KEY, WAIT_S, "the stage")
+        for sock in silent:
+            sock.shutdown(socket.SHUT_RDWR)
+        for thread in threads_of_lanes():
+            if thread.name == "lane-handshake":
+                thread.join(WAIT_S)
+        connect(listener.address, "frames", KEY, WAIT_S, "the stage").close()
+
+
+def test_a_silent_client_is_dropped_at_the_deadline(listener, monkeypatch):
+    monkeypatch.setattr(lanes, "HANDSHAKE_S", SHORT_S)
+    with dial(listener) as sock:
+        assert sock.recv(1) == b""
+
+
+def test_a_client_that_trickles_is_dropped_at_the_deadline(listener, monkeypatch):
+    monkeypatch.setattr(lanes, "HANDSHAKE_S", 0.3)
+    with dial(listener) as sock, pytest.raises(OSError):
+        sock.settimeout(SHORT_S)
+        for byte in itertools.cycle(lanes._HELLO[:1]):
+            sock.send(byte.to_bytes())
+            with contextlib.suppress(TimeoutError):
+                if sock.recv(1) == b"":
+                    raise BrokenPipeError
+
+
+def test_a_silent_server_is_given_up_at_the_deadline(monkeypatch):
+    monkeypatch.setattr(lanes, "HANDSHAKE_S", SHORT_S)
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(LaneError, match="the stage"):
+        connect(f"tcp:127.0.0.1:{server.getsockname()[1]}", "frames", KEY, WAIT_S, "the stage")
+
+
+@pytest.mark.parametrize(
+    "junk", [b"\0", b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"memra_pp/2\n" + bytes(200), b"\x80\x04."]
+)
+def test_junk_is_dropped_and_the_next_client_served(listener, junk):
+    with dial(listener) as sock, contextlib.suppress(OSError):
+        sock.sendall(junk)
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(4096):
+            pass
+    lane = connect(listener.address, "frames", KEY, WAIT_S, "the stage")
+    listener.accept("frames", WAIT_S).close()
+    lane.close()
+
+
+@pytest.mark.parametrize("role", ["", "x" * 17, "a b", "a\0", "röle", "\udcff", "a/b", "1", "x" * 10_000])
+def test_a_role_that_is_no_short_name_is_refused(listener, role):
+    with pytest.raises(LaneError, match="role"):
+        connect(listener.address, role, KEY, WAIT_S, "the stage")
+
+
+ADDRESSES = [
+    "", "unix", "unix:", "unix:\0name", "tcp", "tcp:", "tcp:1", "tcp::1", "tcp:127.0.0.1:", "tcp:127.0.0.1:-1",
+    "tcp:127.0.0.1:65536", "tcp:127.0.0.1:x", "tcp:127.0.0.1:²", "udp:127.0.0.1:1", "unix:/no/such/place", "unix:/" + "x" * 200,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_an_address_that_is_none_is_a_lane_error(address):
+    with pytest.raises(LaneError):
+        connect(address, "frames", KEY, WAIT_S, "the stage")
+    with pytest.raises(LaneError):
+        Listener(address, KEY)
+
+
+def test_where_nobody_listens_there_is_no_lane(address):
+    Listener(address, KEY).close()
+    where = address if address.startswith("unix") else "tcp:127.0.0.1:1"
+    with pytest.raises(LaneError, match="the stage"):
+        connect(where, "frames", KEY, WAIT_S, "the stage")
+
+
+def test_closing_a_listener_leaves_nothing_but_the_lanes_handed_out(address):
+    listener = Listener(address, KEY)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(dial(listener))
+        ours, unclaimed = (connect(listener.address, role, KEY, WAIT_S, "the stage") for role in ("frames", "control"))
+        theirs = listener.accept("frames", WAIT_S)
+        for lane in (ours, theirs, unclaimed):
+            stack.callback(lane.close)
+        listener.close()
+        listener.close()
+        assert not threads_of_lanes()
+        assert not address.startswith("unix:") or not os.path.exists(address.removeprefix("unix:"))
+        with pytest.raises(LaneError, match="closed the lane"):
+            unclaimed.recv(WAIT_S)
+        ours.send(rows(3), WAIT_S)
+        assert same(theirs.recv(WAIT_S), rows(3))
+
+
+def test_a_second_listener_at_an_address_is_refused_and_takes_nothing(tmp_path):
+    first = Listener(f"unix:{tmp_path}/s", KEY)
+    with pytest.raises(LaneError, match="cannot listen"):
+        Listener(first.address, KEY)
+    connect(first.address, "frames", KEY, WAIT_S, "the stage").close()
+    first.close()
+
+
+# Frames
+
+
+def test_nothing_is_none_and_a_late_frame_still_comes(pair):
+    a, b = pair
+    assert a.recv(SHORT_S) is None and a.recv(0.0) is None and a.recv(-1.0) is None
+    b.send(rows(2), WAIT_S)
+    assert same(a.recv(WAIT_S), rows(2)) and a.recv(0.0) is None
+
+
+def test_frames_sent_at_once_come_one_by_one_and_pending_tells(pair):
+    a, b = pair
+    sent = [rows(n, n) for n in (1, 500, 40_000, 0, 3)]
+    b._sock.sendall(packet(sent[0]) + packet(sent[1]))
+    assert same(a.recv(WAIT_S), sent[0]) and a.pending
+    assert same(a.recv(WAIT_S), sent[1]) and not a.pending
+    b._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    b._sock.sendall(b"".join(map(packet, sent)))
+    for frame in sent:
+        assert same(a.recv(WAIT_S), frame)
+    assert not a.pending
+
+
+def test_a_buffer_is_used_again(pair):
+    a, b = pair
+    b.send(rows(4), WAIT_S)
+    first = a.recv(WAIT_S).arrays[0]
+    b.send(rows(4, 9), WAIT_S)
+    a.recv(WAIT_S)
+    assert first[0] == 9
+
+
+def test_frames_far_larger_than_the_sockets_pass_both_ways_at_once(pair, pool):
+    big = Frame(1, [], [np.arange(1 << 20, dtype=np.int32), np.empty((0, 3), np.float32), np.ones((3, 5), np.float32)])
+    for lane in pair:
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            lane._sock.setsockopt(socket.SOL_SOCKET, option, 4096)
+    sends = [pool.submit(lane.send, big, WAIT_S) for lane in pair]
+    with ThreadPoolExecutor(2) as receivers:
+        for reply in receivers.map(lambda lane: lane.recv(WAIT_S), pair):
+            assert same(reply, big)
+    assert [s.result(WAIT_S) for s in sends] == [None, None]
+
+
+def test_a_frame_may_have_more_arrays_than_one_call_can_gather(pair, pool):
+    a, b = pair
+    many = Frame(1, [], [np.full(n % 3, n, np.int32) for n in range(3000)])
+    sending = pool.submit(b.send, many, WAIT_S)
+    assert same(a.recv(WAIT_S), many) and sending.result(WAIT_S) is None
+
+
+def test_a_frame_that_cannot_travel_leaves_the_lane_whole(pair):
+    a, b = pair
+    with pytest.raises(LaneError, match="only f32 and i32"):
+        b.send(Frame(1, [], [np.zeros(1)]), WAIT_S)
+    b.send(rows(1), WAIT_S)
+    assert same(a.recv(WAIT_S), rows(1))
+
+
+def test_a_peer_that_takes_nothing_breaks_a_send_at_its_deadline(pair):
+    with pytest.raises(LaneError, match="send to the peer: it has stopped taking part"):
+        pair[0].send(rows(1 << 20), SHORT_S)
+
+
+def test_a_frame_that_began_may_come_later_than_the_wait_for_one(pair, pool):
+    a, b = pair
+    data = packet(rows(5))
+    b._sock.sendall(data[:10])
+    receiving = pool.submit(a.recv, SHORT_S)
+    for byte in data[10:]:
+        b._sock.sendall(byte.to_bytes())
+    assert same(receiving.result(WAIT_S), rows(5))
+
+
+@pytest.mark.parametrize("end", [1, PREFIX.size - 1, PREFIX.size, PREFIX.size + 1, -1])
+def test_silence_or_the_end_in_the_middle_of_a_frame_is_an_error(pair, monkeypatch, end):
+    monkeypatch.setattr(lanes, "STALL_S", SHORT_S)
+    a, b = pair
+    b._sock.sendall(packet(rows(5))[:end])
+    with pytest.raises(LaneError, match="rest of a frame from the peer: it has stopped taking part"):
+        a.recv(WAIT_S)
+    b.close()
+    with pytest.raises(LaneError, match="the peer closed the lane"):
+        a.recv(WAIT_S)
+
+
+def test_the_end_is_an_error_for_both_calls_and_comes_after_what_was_sent(pair):
+    a, b = pair
+    b.send(rows(2), WAIT_S)
+    b.close()
+    assert same(a.recv(WAIT_S), rows(2))
+    for _ in range(2):
+        with pytest.raises(LaneError, match="the peer closed the lane"):
+            a.recv(WAIT_S)
+        with pytest.raises(LaneError, match="could not send to the peer"):
+            a.send(rows(2), WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        PREFIX.pack(MAGIC ^ 1, 64, 0),
+        PREFIX.pack(MAGIC, MAX_HEADER_BYTES + 1, 0),
+        PREFIX.pack(MAGIC, 64, MAX_BODY_BYTES + 1),
+        PREFIX.pack(MAGIC, 2**32 - 1, 2**64 - 1),
+        b"\x80\x04\x95".ljust(PREFIX.size, b"\0"),
+    ],
+)
+def test_what_is_no_frame_is_an_error_before_anything_is_allocated_for_it(pair, prefix):
+    a, b = pair
+    before = len(a._buffer)
+    b._sock.sendall(prefix)
+    with pytest.raises(LaneError, match="frame"):
+        a.recv(WAIT_S)
+    assert len(a._buffer) == before
+
+
+def test_a_malformed_header_is_an_error(pair):
+    a, b = pair
+    b._sock.sendall(PREFIX.pack(MAGIC, 1, 0) + b"\xc1".ljust(frames.ALIGN, b"\0"))
+    with pytest.raises(LaneError, match="malformed"):
+        a.recv(WAIT_S)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda lane: lane.recv(WAIT_S), lambda lane: lane.send(rows(1 << 20), WAIT_S)], ids=["recv", "send"]
+)
+def test_closing_a_lane_wakes_who_waits_on_it(pair, pool, call):
+    waiting = pool.submit(call, pair[0])
+    with pytest.raises(TimeoutError):
+        waiting.result(SHORT_S)
+    pair[0].close()
+    with pytest.raises(LaneError):
+        waiting.result(WAIT_S)
+    for closed in (lambda: pair[0].recv(WAIT_S), lambda: pair[0].send(rows(1), WAIT_S), pair[0].close):
+        with contextlib.suppress(LaneError):
+            assert closed() is None
+
+
+class Interrupted(Exception):
+    """What a signal handler raises."""
+
+
+def test_no_byte_is_lost_however_often_a_handler_raises_in_the_middle_of_a_frame(pair, pool):
+    a, b = pair
+    frame = rows(20_000)
+    data = packet(frame)
+    armed = []
+
+    def handler(number, at):
+        if armed:
+            armed.clear()
+            raise Interrupted
+
+    def feed_all_but_the_end():
+        for at in range(0, len(data) - 64, 64):
+            b._sock.sendall(data[at : at + 64])
+            if armed:
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        feeding, interruptions = pool.submit(feed_all_but_the_end), 0
+        feeding.add_done_callback(lambda _: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1))
+        while not feeding.done():
+            try:
+                armed.append(True)
+                a.recv(WAIT_S)
+            except Interrupted:
+                interruptions += 1
+        armed.clear()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert interruptions > 10
+    b._sock.sendall(data[-64:])
+    assert same(a.recv(WAIT_S), frame)

@@ -55,7 +55,8 @@ class Children:
 
 
 @pytest.fixture
-def children():
+def children(monkeypatch):
+    monkeypatch.setattr(heart_module, "DEATH_S", WAIT_S)  # a stage that starts is not silent
     made = Children(3)
     yield made
     made.close()
@@ -79,9 +80,8 @@ def beating(lanes, on_death):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Beats and deaths in a tenth of the time."""
+    """Ten beats a second."""
     monkeypatch.setattr(heart_module, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(heart_module, "DEATH_S", 0.5)
 
 
 def told(deaths):
@@ -112,12 +112,11 @@ def test_a_killed_stage_is_named_once_and_questions_fail_at_once(children, death
     assert deaths.empty()
 
 
-def test_a_stopped_stage_is_named_by_its_silence(children, deaths, quick):
-    heart_module.DEATH_S = WAIT_S  # while the children start
+def test_a_stopped_stage_is_named_by_its_silence(children, deaths, quick, monkeypatch):
     with beating(children.lanes, told(deaths)) as heart:
         heart.ask("ping", WAIT_S)
         os.kill(children.processes[2].pid, signal.SIGSTOP)
-        heart_module.DEATH_S = 0.5
+        monkeypatch.setattr(heart_module, "DEATH_S", 1.0)
         stage, cause = deaths.get(timeout=WAIT_S)
         assert stage == 2 and "silent" in cause
         with pytest.raises(StageError, match="stage 2 is gone: silent"):

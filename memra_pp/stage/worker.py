@@ -30,6 +30,8 @@ MAX_SESSIONS = 65536
 MAX_SNAPSHOTS = 64
 MAX_FAULT_BYTES = 1000
 _NO_ROWS = np.empty(0, np.int32)
+_LOGIT_ROWS = get_args(LogitRows)
+_WANTS = ("logits", "argmax")
 
 
 @dataclass
@@ -175,7 +177,7 @@ class StageWorker:
                 f"{self.spec}: session {entry.session} stands at seq {session.seq}, row {session.cache.pos}; "
                 f"an entry with seq {entry.seq}, row {entry.base_len} is refused"
             )
-        if not 1 <= entry.rows == rows or entry.logits not in get_args(LogitRows) or entry.want not in ("logits", "argmax"):
+        if not 1 <= entry.rows == rows or entry.logits not in _LOGIT_ROWS or entry.want not in _WANTS:
             raise StageError(
                 f"{self.spec}: a step of {entry.rows} rows of which the frame holds {rows}, logits={entry.logits!r:.80}, "
                 f"want={entry.want!r:.80}: it must have rows, and ask for none, last or all as logits or argmax"

@@ -251,13 +251,14 @@ def test_time_in_which_the_driver_itself_was_stopped_is_nobodys_silence(deaths, 
     """A clock that leaps an hour between any two looks, as for a process stopped and continued again and again."""
     leaps = itertools.count(0, 3600)
     monkeypatch.setattr(heart_module.time, "monotonic", lambda: float(next(leaps)))
+    monkeypatch.setattr(heart_module, "DEATH_S", 60.0)
     beats = threading.Semaphore(0)
 
     def counted(lane, frame):
         answer(lane, frame)
         beats.release()
 
-    with stages_in_threads(counted, counted) as lanes, beating(lanes, told(deaths)):
+    with stages_in_threads(counted) as lanes, beating(lanes, told(deaths)):
         for _ in range(20):
             assert beats.acquire(timeout=WAIT_S)
     assert deaths.empty()

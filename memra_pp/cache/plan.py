@@ -74,6 +74,8 @@ class CachePlan:
                 f"{rows} more rows at row {self.pos} exceed the {self.max_ctx} rows this session was opened for: "
                 f"feed at most {self.max_ctx - self.pos}, or open it with a larger max_new_tokens"
             )
+        if not self._rings:
+            return
         one = rows if chunk is None else min(rows, chunk)
         pinned = min((m for m in self._live if m.pin), key=lambda m: m.pos, default=None)
         for ring in self._rings:

@@ -58,11 +58,10 @@ class LaneChain(Chain):
             raise self._failure
         if self._closed:
             raise StageError("this pipeline is closed: launch it again")
-        deadline = time.monotonic() + timeout
         try:
             self._send(frame)
             while True:
-                reply = self._back.recv(max(0.0, deadline - time.monotonic()))
+                reply = self._back.recv(timeout)
                 if reply is None:
                     raise self._fail(StageError(f"no answer from the pipeline within {timeout:.0f} s: a stage hangs"))
                 if reply.id == frame.id:

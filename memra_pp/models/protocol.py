@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,7 @@ Array = NDArray[Any]
 LogitRows = Literal["none", "last", "all"]
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """The rows of one session in a step: `rows` of them at positions `pos, pos + 1, ...`.
 
     `logits` says which of them the last stage computes logits for. `snapshot_at = r` asks a recurrent layer for its state
@@ -34,7 +33,7 @@ class Segment:
     @property
     def logit_count(self) -> int:
         """How many of the rows, the last ones, logits are computed for."""
-        return {"none": 0, "last": 1, "all": self.rows}[self.logits]
+        return self.rows if self.logits == "all" else int(self.logits == "last")
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,11 @@ class StepBatch:
     """The rows of one step, session after session. `segments[i]` goes with `caches[i]`."""
 
     segments: tuple[Segment, ...]
+
+    @property
+    def n_logits(self) -> int:
+        """Rows of logits in all."""
+        return sum([s.logit_count for s in self.segments])
 
     @cached_property
     def slices(self) -> tuple[slice, ...]:

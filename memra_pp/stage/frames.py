@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from math import prod
 from types import NoneType
 from typing import Any
 
@@ -26,7 +25,7 @@ MAX_HEADER_BYTES = 1 << 20
 MAX_BODY_BYTES = 1 << 29
 MAX_DIMS = 3
 ALIGN = 64
-DTYPES = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}
+DTYPES = {"f": np.dtype("<f4"), "i": np.dtype("<i4")}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PADDING = bytes(ALIGN)
 
@@ -67,6 +66,8 @@ _SIGNATURES = frozenset(
 )
 """The types an entry's fields may have."""
 
+_SHAPES = frozenset((int,) * dims for dims in range(1, MAX_DIMS + 1))
+
 
 @dataclass(slots=True)
 class Frame:
@@ -77,97 +78,86 @@ class Frame:
     arrays: list[Array] = field(default_factory=list)
 
 
-def encode(frame: Frame, packer: msgpack.Packer) -> list[bytes | memoryview]:
-    """The buffers of a frame, to be sent in order with one gathering call. Arrays are not copied.
+def encode(frame: Frame, packer: msgpack.Packer) -> tuple[list[Any], int]:
+    """The buffers of a frame, to be sent in order with one gathering call, and their bytes in all. Arrays are not copied.
 
     `packer` is the sender's own: making one costs more than packing a header.
 
     Raises:
         LaneError: a receiver would not take it: too long, or an array that is not f32 or i32 of 1 to 3 dimensions.
     """
-    arrays = [np.ascontiguousarray(a) for a in frame.arrays]
-    header = packer.pack([frame.id, [e.pack() for e in frame.entries], [_described(a) for a in arrays]])
-    body = sum(_padded(a.nbytes) for a in arrays)
-    _check_bounds(len(header), body)
-    pad = _padded(len(header)) - len(header)
-    buffers: list[bytes | memoryview] = [PREFIX.pack(MAGIC, len(header), body) + header + _PADDING[:pad]]
-    for a in arrays:
-        if a.nbytes:
-            buffers.append(a.data.cast("B"))
-        if a.nbytes % ALIGN:
-            buffers.append(_PADDING[: _padded(a.nbytes) - a.nbytes])
-    return buffers
+    buffers: list[Any] = [b""]
+    described, body = [], 0
+    for a in frame.arrays:
+        shape, size = a.shape, a.nbytes
+        if a.dtype not in CODES or not 1 <= len(shape) <= MAX_DIMS:
+            raise LaneError(f"an array {a.dtype} of shape {a.shape}: only f32 and i32 of 1 to {MAX_DIMS} dimensions travel")
+        described.append((CODES[a.dtype], shape))
+        if size:
+            buffers.append(a)
+        if pad := -size % ALIGN:
+            buffers.append(_PADDING[:pad])
+        body += size + pad
+    header = packer.pack((frame.id, [e.pack() for e in frame.entries], described))
+    size = len(header)
+    if size > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
+        raise _too_long(size, body)
+    pad = -size % ALIGN
+    buffers[0] = PREFIX.pack(MAGIC, size, body) + header + _PADDING[:pad]
+    return buffers, PREFIX.size + size + pad + body
 
 
-def payload_lengths(prefix: bytes | bytearray | memoryview) -> tuple[int, int]:
-    """`(header bytes, bytes after the prefix)` of a frame, checked against the bounds.
+def frame_bytes(buffer: memoryview) -> tuple[int, int]:
+    """`(header bytes, bytes in all)` of the frame whose prefix `buffer` begins with, checked against the bounds.
 
     Raises:
         LaneError: not a frame, or longer than allowed.
     """
-    magic, header, body = PREFIX.unpack(prefix)
+    magic, header, body = PREFIX.unpack_from(buffer)
     if magic != MAGIC:
         raise LaneError(f"a frame begins with {magic:#010x}, not {MAGIC:#010x}: the peer does not speak this protocol")
-    _check_bounds(header, body)
-    return header, _padded(header) + body
+    if header > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
+        raise _too_long(header, body)
+    return header, PREFIX.size + header + -header % ALIGN + body
 
 
-def decode(payload: memoryview, header_bytes: int) -> Frame:
-    """The frame in `payload`; its arrays are views of it.
+def decode(buffer: memoryview, header_bytes: int) -> Frame:
+    """The frame that fills `buffer`, prefix included; its arrays are views of it.
 
     Raises:
         LaneError: the header is not what `encode` writes, or disagrees with the body.
     """
+    at = PREFIX.size + header_bytes
     try:
-        frame_id, packed, described = msgpack.unpackb(payload[:header_bytes])
-        entries = [_entry(fields, len(described)) for fields in packed]
-        shapes = [(DTYPES[code], _shape(shape)) for code, shape in described]
-        if type(frame_id) is not int:
-            raise TypeError(f"the id {frame_id!r:.80}")
-    except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
-        raise LaneError(f"a frame's header is malformed ({error})") from error
-    arrays, at = [], _padded(header_bytes)
-    for dtype, shape in shapes:
-        count = prod(shape)
-        if at + count * dtype.itemsize > len(payload):
-            raise LaneError(f"a frame announces an array of shape {shape}, longer than its {len(payload)} bytes")
-        arrays.append(np.frombuffer(payload, dtype, count, at).reshape(shape))
-        at += _padded(count * dtype.itemsize)
-    if at != len(payload):
-        raise LaneError(f"a frame's arrays end at byte {at} of {len(payload)}")
+        frame_id, packed, described = msgpack.unpackb(buffer[PREFIX.size : at])
+        at += -at % ALIGN
+        arrays: list[Array] = []
+        for code, shape in described:
+            if type(shape) is not list or tuple(map(type, shape)) not in _SHAPES or min(shape) < 0:
+                raise TypeError(f"an array of shape {shape!r:.80}")
+            a: Array = np.ndarray(shape, DTYPES[code], buffer, at)
+            arrays.append(a)
+            size = a.nbytes
+            at += size + -size % ALIGN
+        entries = [_entry(fields, len(arrays)) for fields in packed]
+        if type(frame_id) is not int or at != len(buffer):
+            raise ValueError(f"id {frame_id!r:.80}, {at} of {len(buffer)} bytes")
+    except (ValueError, TypeError, KeyError, OverflowError, MemoryError, msgpack.UnpackException) as error:
+        raise LaneError(f"a frame is malformed ({error})") from error
     return Frame(frame_id, entries, arrays)
 
 
 def _entry(fields: list[Any], arrays: int) -> Entry:
-    if tuple(map(type, fields)) not in _SIGNATURES:
+    if tuple(map(type, fields)) not in _SIGNATURES or min(fields[1:6]) < 0:
         raise TypeError(f"an entry of {fields!r:.200}")
     entry = Entry(*fields)
-    if min(fields[1:6]) < 0 or (entry.out is not None and not 0 <= entry.out < arrays):
-        raise ValueError(f"an entry of {fields!r:.200} with {arrays} arrays")
+    if entry.out is not None and not 0 <= entry.out < arrays:
+        raise ValueError(f"an entry answered by array {entry.out} of {arrays}")
     return entry
 
 
-def _described(a: Array) -> list[Any]:
-    if a.dtype not in CODES or a.ndim > MAX_DIMS:
-        raise LaneError(f"an array {a.dtype} of shape {a.shape}: only f32 and i32 of 1 to {MAX_DIMS} dimensions travel")
-    return [CODES[a.dtype], a.shape]
-
-
-def _shape(shape: Any) -> tuple[int, ...]:
-    if not (
-        type(shape) is list and 1 <= len(shape) <= MAX_DIMS and all(type(n) is int and 0 <= n <= MAX_BODY_BYTES for n in shape)
-    ):
-        raise ValueError(f"an array of shape {shape!r:.80}")
-    return tuple(shape)
-
-
-def _padded(n: int) -> int:
-    return -(-n // ALIGN) * ALIGN
-
-
-def _check_bounds(header: int, body: int) -> None:
-    if header > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
-        raise LaneError(
-            f"a frame of {header} header and {body} body bytes: at most {MAX_HEADER_BYTES} and {MAX_BODY_BYTES} are "
-            "allowed; feed fewer rows at a time"
-        )
+def _too_long(header: int, body: int) -> LaneError:
+    return LaneError(
+        f"a frame of {header} header and {body} body bytes: at most {MAX_HEADER_BYTES} and {MAX_BODY_BYTES} are "
+        "allowed; feed fewer rows at a time"
+    )

@@ -15,11 +15,13 @@ import socket
 import struct
 import threading
 import time
+from socket import SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET
+from typing import Any
 
 import msgpack
 
 from ..errors import LaneError
-from .frames import PREFIX, Frame, decode, encode, payload_lengths
+from .frames import PREFIX, Frame, decode, encode, frame_bytes
 
 HANDSHAKE_S = 2.0
 MAX_PENDING_HANDSHAKES = 16
@@ -42,9 +44,10 @@ class Lane:
         self.peer = peer
         self._packer = msgpack.Packer()
         self._buffer = memoryview(bytearray(1 << 16))
+        self._whole = (self._buffer,)
         self._arrived: list[int] = []
         self._used = 0
-        self._timeouts: dict[int, float] = {}
+        self._send_timeout = self._recv_timeout = 0.0
         sock.settimeout(None)
 
     def fileno(self) -> int:
@@ -62,13 +65,15 @@ class Lane:
         Raises:
             LaneError: the peer is gone, or did not take the bytes within `timeout` seconds.
         """
-        buffers = encode(frame, self._packer)
-        deadline = time.monotonic() + timeout
+        buffers, total = encode(frame, self._packer)
         try:
-            self._set_timeout(socket.SO_SNDTIMEO, timeout)
-            sent = self._sock.sendmsg(buffers[:_IOV_MAX])
-            if sent < sum(map(len, buffers)):
-                self._send_rest(buffers, sent, deadline)
+            if timeout != self._send_timeout:
+                self._set_send_timeout(timeout)
+            sent = self._sock.sendmsg(buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX])
+            if sent != total:
+                self._send_rest(buffers, sent, time.monotonic() + timeout)
+        except ValueError as error:
+            raise LaneError(f"an array cannot be sent to {self.peer} ({error}): it must be C-contiguous") from error
         except OSError as error:
             raise self._broken("send to", error) from error
 
@@ -81,21 +86,26 @@ class Lane:
         Raises:
             LaneError: end of file, a bad frame, or silence in the middle of one.
         """
-        self._drop_used()
+        arrived = self._arrived
+        if self._used:
+            self._drop_used()
         try:
-            self._fill(PREFIX.size, timeout)
-            header, payload = payload_lengths(self._buffer[: PREFIX.size])
-            end = PREFIX.size + payload
-            self._grow(end)
-            self._fill(end, timeout)
+            if not arrived:
+                self._read(self._whole, timeout)
+            if arrived[0] < PREFIX.size:
+                self._fill(PREFIX.size)
+            header, size = frame_bytes(self._buffer)
+            if arrived[0] < size:
+                self._grow(size)
+                self._fill(size)
         except BlockingIOError as error:
-            if not sum(self._arrived):
+            if not arrived:
                 return None
             raise self._broken("receive the rest of a frame from", error) from error
         except OSError as error:
             raise self._broken("receive from", error) from error
-        self._used = end
-        return decode(self._buffer[PREFIX.size : end], header)
+        self._used = size
+        return decode(self._buffer[:size], header)
 
     def close(self) -> None:
         """Closes the socket and wakes whoever waits on it."""
@@ -103,58 +113,62 @@ class Lane:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def _fill(self, until: int, timeout: float) -> None:
-        """Reads until the buffer holds `until` bytes, and whatever came with them.
+    def _fill(self, until: int) -> None:
+        """Reads until the buffer holds `until` bytes, and whatever came with them; `STALL_S` is waited for each part."""
+        while (got := sum(self._arrived)) < until:
+            self._read((self._buffer[got:],), STALL_S)
 
-        Waits `timeout` for a frame's first bytes and `STALL_S` for each next part. `extend` over `map` notes how many came
-        in the same C call that reads them: no signal handler can raise in between.
-        """
-        while True:
-            got = sum(self._arrived)
-            self._arrived = [got]
-            if got >= until:
-                return
-            self._set_timeout(socket.SO_RCVTIMEO, STALL_S if got else timeout)
-            self._arrived.extend(map(self._sock.recv_into, (self._buffer[got:],)))
-            if self._arrived[-1] == 0:
-                raise LaneError(f"{self.peer} closed the lane")
+    def _read(self, into: tuple[memoryview], timeout: float) -> None:
+        """Reads once. `extend` over `map` notes how many bytes came in the same C call that reads them: no signal handler
+        can raise in between."""
+        if timeout != self._recv_timeout:
+            self._sock.setsockopt(SOL_SOCKET, SO_RCVTIMEO, _timeval(timeout))
+            self._recv_timeout = timeout
+        self._arrived.extend(map(self._sock.recv_into, into))
+        if not self._arrived[-1]:
+            raise LaneError(f"{self.peer} closed the lane")
 
     def _drop_used(self) -> None:
         """Forgets the frame handed out last; what came behind it moves to the front."""
-        if self._used:
-            arrived = sum(self._arrived)
-            rest = bytes(self._buffer[self._used : arrived])
-            self._buffer[: arrived - self._used] = rest
-            self._arrived, self._used = [arrived - self._used], 0
+        if rest := sum(self._arrived) - self._used:
+            self._buffer[:rest] = bytes(self._buffer[self._used : self._used + rest])
+            self._arrived[:] = [rest]
+        else:
+            self._arrived.clear()
+        self._used = 0
 
-    def _send_rest(self, buffers: list[bytes | memoryview], sent: int, deadline: float) -> None:
+    def _send_rest(self, buffers: list[Any], sent: int, deadline: float) -> None:
         for buf in buffers:
-            rest = memoryview(buf)[sent:]
-            sent = max(0, sent - len(buf))
+            whole = memoryview(buf).cast("B")
+            rest = whole[sent:]
+            sent = max(0, sent - len(whole))
             while len(rest):
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise BlockingIOError
-                self._set_timeout(socket.SO_SNDTIMEO, left)
+                self._set_send_timeout(left)
                 rest = rest[self._sock.send(rest) :]
 
-    def _set_timeout(self, option: int, seconds: float) -> None:
-        """Sets a kernel timeout, where it is not what it was: cheaper than a poll before each call."""
-        if self._timeouts.get(option) != seconds:
-            micros = max(1, int(seconds * 1e6))
-            self._sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", micros // 1_000_000, micros % 1_000_000))
-            self._timeouts[option] = seconds
+    def _set_send_timeout(self, seconds: float) -> None:
+        self._sock.setsockopt(SOL_SOCKET, SO_SNDTIMEO, _timeval(seconds))
+        self._send_timeout = seconds
 
     def _grow(self, size: int) -> None:
         if size > len(self._buffer):
             larger = memoryview(bytearray(size))
             got = sum(self._arrived)
             larger[:got] = self._buffer[:got]
-            self._buffer = larger
+            self._buffer, self._whole = larger, (larger,)
 
     def _broken(self, doing: str, error: OSError) -> LaneError:
         why = "it has stopped taking part" if isinstance(error, BlockingIOError) else error.strerror or str(error)
         return LaneError(f"could not {doing} {self.peer}: {why}")
+
+
+def _timeval(seconds: float) -> bytes:
+    """A kernel timeout: set only where it changes, it is cheaper than a poll before each call."""
+    micros = max(1, int(seconds * 1e6))
+    return struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
 
 
 def _left(deadline: float) -> float:

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -29,6 +29,7 @@ RESERVE_BYTES = 128 << 20
 MAX_SESSIONS = 65536
 MAX_SNAPSHOTS = 64
 MAX_FAULT_BYTES = 1000
+_F32 = np.dtype(np.float32)
 _NO_ROWS = np.empty(0, np.int32)
 _LOGIT_ROWS = get_args(LogitRows)
 _WANTS = ("logits", "argmax")
@@ -61,12 +62,8 @@ class StageCounters:
     faults: int = 0
 
 
-class _Step(NamedTuple):
-    """An admitted entry, its session and its rows."""
-
-    entry: Entry
-    session: StageSession
-    rows: Array
+_Step = tuple[Entry, StageSession, int]
+"""An admitted entry, its session and where its rows begin in the frame's array."""
 
 
 @dataclass
@@ -79,6 +76,10 @@ class StageWorker:
     epoch: int = 1
     counters: StageCounters = field(default_factory=StageCounters)
     sessions: dict[int, StageSession] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._last = self.spec.last
+        self._width = self.spec.cfg.n_vocab if self._last else self.spec.cfg.n_embd
 
     @classmethod
     def load(cls, spec: StageSpec, model: type[StageModel]) -> StageWorker:
@@ -110,25 +111,30 @@ class StageWorker:
 
         Nothing is raised for a bad or failed entry: it travels on as a tombstone, and the others are not touched.
         """
-        steps: dict[int, _Step] = {}
         x = frame.arrays[0] if frame.arrays else _NO_ROWS
-        at = 0
+        steps: list[_Step] = []
+        start = rows = 0
         for entry in frame.entries:
-            rows = x[at : at + max(0, entry.rows)]
-            at += len(rows)
-            if entry.fault is not None:
-                self._pass_tombstone(entry)
-                continue
+            end = start + entry.rows
             try:
-                session = self._admit(entry, len(rows), steps)
-                if session is not None:
-                    steps[entry.session] = _Step(entry, session, rows)
+                if entry.fault is not None:
+                    self._pass_tombstone(entry)
+                elif entry.op == "step":
+                    session = self._admit(entry, end <= len(x))
+                    if session is not None:
+                        steps.append((entry, session, start))
+                        rows += entry.rows
+                else:
+                    self._control(entry, steps)
             except MemraError as error:
                 self._bury(entry, error)
             except Exception as error:
                 log.exception("%s: an entry failed", self.spec)
                 self._bury(entry, error)
-        frame.arrays = self._run(list(steps.values())) if steps else []
+            start = end
+        if steps and rows != len(x):
+            x = np.concatenate([x[at : at + entry.rows] for entry, _, at in steps])
+        frame.arrays = self._run(steps, x) if steps else []
 
     def stats(self) -> dict[str, Any]:
         """Counters, bytes and lengths of this stage, as msgpack can carry them."""
@@ -150,52 +156,55 @@ class StageWorker:
         self.sessions.clear()
         self.device.close()
 
-    def _admit(self, entry: Entry, rows: int, steps: Mapping[int, _Step]) -> StageSession | None:
-        """Checks an entry and applies what is not rows; the session whose rows are to run, None if there are none."""
-        if entry.epoch != self.epoch:
-            raise StageError(f"an entry of epoch {entry.epoch}, but {self.spec} is wired in epoch {self.epoch}: refused")
-        if entry.session in steps:
+    def _admit(self, entry: Entry, has_rows: bool) -> StageSession | None:
+        """Checks a step; the session whose rows are to run, None for a repeat, which is answered as the first time."""
+        session = self._session(entry)
+        plan = session.cache.plan
+        if entry.seq != session.seq or entry.base_len != plan.pos or entry.epoch != self.epoch:
+            self._answer_repeat(entry, session)
+            return None
+        if entry.rows < 1 or not has_rows or entry.logits not in _LOGIT_ROWS or entry.want not in _WANTS:
+            raise StageError(
+                f"{self.spec}: a step of {entry.rows} rows, in the frame: {has_rows}, logits={entry.logits!r:.80}, "
+                f"want={entry.want!r:.80}: it must have rows, and ask for none, last or all as logits or argmax"
+            )
+        plan.check_append(entry.rows)
+        session.seq += 1
+        return session
+
+    def _answer_repeat(self, entry: Entry, session: StageSession) -> None:
+        """Answers a repeat of the session's last step as the first time; anything else out of turn is refused."""
+        self._require_epoch(entry)
+        if not 1 <= entry.seq == session.seq - 1:
+            raise StageError(
+                f"{self.spec}: session {entry.session} stands at seq {session.seq}, row {session.cache.pos}; "
+                f"an entry with seq {entry.seq}, row {entry.base_len} is refused"
+            )
+        entry.rows, entry.fault = 0, session.fault
+        if session.fault is None:
+            entry.acks.append(session.ack)
+
+    def _control(self, entry: Entry, steps: Sequence[_Step]) -> None:
+        """Applies an entry that has no rows."""
+        self._require_epoch(entry)
+        if any(step.session == entry.session for step, _, _ in steps):
             raise StageError(f"{self.spec}: session {entry.session} has a step in this frame already: one a frame is allowed")
         match entry.op:
             case "open":
                 entry.acks.append(self._open(entry))
             case "close":
                 entry.acks.append(self._close(entry))
-            case "step":
-                return self._admit_step(entry, rows)
             case _:
                 raise StageError(f"{self.spec}: an entry of op {entry.op!r:.80}: it must be open, step or close")
-        return None
 
-    def _admit_step(self, entry: Entry, rows: int) -> StageSession | None:
-        session = self._session(entry)
-        if 1 <= entry.seq == session.seq - 1:
-            self._repeat(entry, session)
-            return None
-        if not self._is_next(entry, session):
-            raise StageError(
-                f"{self.spec}: session {entry.session} stands at seq {session.seq}, row {session.cache.pos}; "
-                f"an entry with seq {entry.seq}, row {entry.base_len} is refused"
-            )
-        if not 1 <= entry.rows == rows or entry.logits not in _LOGIT_ROWS or entry.want not in _WANTS:
-            raise StageError(
-                f"{self.spec}: a step of {entry.rows} rows of which the frame holds {rows}, logits={entry.logits!r:.80}, "
-                f"want={entry.want!r:.80}: it must have rows, and ask for none, last or all as logits or argmax"
-            )
-        session.cache.plan.check_append(rows)
-        session.seq += 1
-        return session
+    def _require_epoch(self, entry: Entry) -> None:
+        if entry.epoch != self.epoch:
+            raise StageError(f"an entry of epoch {entry.epoch}, but {self.spec} is wired in epoch {self.epoch}: refused")
 
     def _is_next(self, entry: Entry, session: StageSession) -> bool:
         """Whether an entry takes its session's turn, be it applied or a tombstone: no other entry changes a session."""
         turn = (self.epoch, session.seq, session.cache.pos)
         return entry.op == "step" and (entry.epoch, entry.seq, entry.base_len) == turn
-
-    def _repeat(self, entry: Entry, session: StageSession) -> None:
-        """Answers a repeat as the first time."""
-        entry.rows, entry.fault = 0, session.fault
-        if session.fault is None:
-            entry.acks.append(session.ack)
 
     def _session(self, entry: Entry) -> StageSession:
         session = self.sessions.get(entry.session)
@@ -237,35 +246,30 @@ class StageWorker:
         session.close()
         return session.bytes
 
-    def _run(self, steps: list[_Step]) -> list[Array]:
-        batch = StepBatch(tuple(Segment(e.base_len, e.rows, e.logits) for e, _, _ in steps))  # type: ignore[arg-type]
-        parts = [rows for _, _, rows in steps]
-        x = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def _run(self, steps: list[_Step], x: Array) -> list[Array]:
+        batch = StepBatch(tuple([Segment(e.base_len, e.rows, e.logits) for e, _, _ in steps]))  # type: ignore[arg-type]
         started = time.perf_counter()
         try:
-            y = self._checked(batch, len(x), self.model.forward(batch, x, [s.cache for _, s, _ in steps]))
+            y = self.model.forward(batch, x, [session.cache for _, session, _ in steps])
+            shape = (batch.n_logits if self._last else len(x), self._width)
+            if y.shape != shape or y.dtype != _F32:
+                raise StageError(f"{self.spec}: the model returned {y.dtype} {y.shape} where float32 {shape} belongs")
         except Exception as error:
             log.exception("%s: a step failed", self.spec)
             for entry, session, _ in steps:
                 self._bury(entry, error)
                 session.fault = entry.fault
             return []
-        self.counters.compute_s += time.perf_counter() - started
-        self.counters.steps += 1
-        self.counters.rows += len(x)
+        counters = self.counters
+        counters.compute_s += time.perf_counter() - started
+        counters.steps += 1
+        counters.rows += len(x)
         for entry, session, _ in steps:
-            session.cache.pos += entry.rows
-            session.ack, session.fault = session.cache.pos, None
-            entry.acks.append(session.ack)
-        return _answers(batch, [e for e, _, _ in steps], y) if self.spec.last else [y]
-
-    def _checked(self, batch: StepBatch, rows: int, y: Array) -> Array:
-        """What a model returned, if it is what the next stage or the driver can take."""
-        cfg = self.spec.cfg
-        shape = (sum(s.logit_count for s in batch.segments), cfg.n_vocab) if self.spec.last else (rows, cfg.n_embd)
-        if y.shape != shape or y.dtype != np.float32:
-            raise StageError(f"{self.spec}: the model returned {y.dtype} {y.shape} where float32 {shape} belongs")
-        return y
+            plan = session.cache.plan
+            plan.pos += entry.rows
+            session.ack, session.fault = plan.pos, None
+            entry.acks.append(plan.pos)
+        return _answers(batch, [e for e, _, _ in steps], y) if self._last else [np.ascontiguousarray(y)]
 
     def _bury(self, entry: Entry, error: Exception) -> None:
         self.counters.faults += 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import StageError
 from ..models.protocol import Array
-from ..stage.frames import Entry, Frame
+from ..stage.frames import Entry, Frame, Note
 from ..stage.worker import StageWorker
 
 Progress = Callable[[str, int, int], None]
@@ -27,15 +27,15 @@ class Chain(ABC):
         self._lock = threading.RLock()
         self._ids = itertools.count(1)
 
-    def roundtrip(self, entries: list[Entry], arrays: list[Array], timeout: float) -> Frame:
-        """Sends entries and their rows through every stage; the frame as it came back, its arrays the caller's own.
+    def roundtrip(self, entry: Entry, arrays: list[Array], timeout: float, note: Note | None = None) -> Frame:
+        """Sends an entry, its rows and its note through every stage; the frame as it came back, its arrays the caller's own.
 
         Raises:
             StageError: a stage died or did not answer within `timeout` seconds; the message names it.
         """
         with self._lock:
             self.traversals += 1
-            return self._roundtrip(Frame(next(self._ids), entries, arrays), timeout)
+            return self._roundtrip(Frame(next(self._ids), [entry], arrays, {} if note is None else {0: note}), timeout)
 
     @property
     @abstractmethod

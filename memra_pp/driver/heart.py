@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import LaneError, StageError
+from ..stage.frames import OPS, PING, STOP
 from ..stage.lanes import Lane
 from ..stage.serve import HEARTBEAT_S, question
 
@@ -47,7 +48,7 @@ class Heart:
         self._thread = threading.Thread(target=self._beat, name="heart", daemon=True)
         self._thread.start()
 
-    def ask(self, op: str, timeout: float) -> list[Any]:
+    def ask(self, op: int, timeout: float) -> list[Any]:
         """Every stage's answer to a control question.
 
         Raises:
@@ -67,7 +68,7 @@ class Heart:
                     raise StageError(f"{self._lanes[stage].peer} is gone: {cause}")
                 late = [self._lanes[stage].peer for stage, frame_id in asked if (stage, frame_id) not in self._answers]
                 if late:
-                    raise StageError(f"no answer to {op!r} within {timeout:.0f} s from {', '.join(late)}")
+                    raise StageError(f"no answer to {OPS[op]} within {timeout:.0f} s from {', '.join(late)}")
                 return [self._answers[key] for key in asked]
         finally:
             with self._news:
@@ -81,7 +82,7 @@ class Heart:
         self._thread.join(timeout=2 * HEARTBEAT_S)
         for stage, lane in enumerate(self._lanes):
             with contextlib.suppress(StageError):
-                self._send(stage, "stop", next(self._ids))
+                self._send(stage, STOP, next(self._ids))
             lane.close()
         self._thread.join()
         self._selector.close()
@@ -103,7 +104,7 @@ class Heart:
                 continue
             self._unanswered[stage] += 1
             try:
-                self._send(stage, "ping", next(self._ids))
+                self._send(stage, PING, next(self._ids))
             except StageError as error:
                 self._lost(stage, str(error))
 
@@ -119,8 +120,8 @@ class Heart:
                 return
             self._unanswered[stage] = 0
             with self._news:
-                if (stage, frame.id) in self._asked and frame.entries:
-                    self._answers[stage, frame.id] = next(iter(frame.entries[0].acks), None)
+                if (stage, frame.id) in self._asked:
+                    self._answers[stage, frame.id] = frame.notes.get(0, {}).get("answer")
                     self._news.notify_all()
             more = lane.pending
 
@@ -136,6 +137,6 @@ class Heart:
         except Exception:
             log.exception("%s is gone, and telling so failed", self._lanes[stage].peer)
 
-    def _send(self, stage: int, op: str, frame_id: int) -> None:
+    def _send(self, stage: int, op: int, frame_id: int) -> None:
         with self._send_locks[stage]:
             self._lanes[stage].send(question(op, frame_id), SEND_S)

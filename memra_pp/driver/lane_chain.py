@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import LaneError, StageError
-from ..stage.frames import Frame
+from ..stage.frames import STATS, Frame
 from ..stage.lanes import Lane
 from ..stage.spec import StageSpec
 from .chain import Chain
@@ -65,12 +65,13 @@ class LaneChain(Chain):
                 if reply is None:
                     raise self._fail(StageError(f"no answer from the pipeline within {timeout:.0f} s: a stage hangs"))
                 if reply.id == frame.id:
-                    return Frame(reply.id, reply.entries, [a.copy() for a in reply.arrays])
+                    reply.arrays = [a.copy() for a in reply.arrays]
+                    return reply
         except LaneError as error:
             raise self._fail(self._cause(error)) from error
 
     def stats(self) -> list[dict[str, Any]]:
-        return self._heart.ask("stats", STATS_S)
+        return self._heart.ask(STATS, STATS_S)
 
     def close(self) -> None:
         if self._closed:

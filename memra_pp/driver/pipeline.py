@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,7 @@ from ..admission import Ledger, session_ctx
 from ..cache import stage_layout
 from ..errors import AdmissionError, InputError, StageError
 from ..models.tokenizer import Tokenizer, load_tokenizer
-from ..stage.frames import MAX_BODY_BYTES, Entry
+from ..stage.frames import CLOSE, MAX_BODY_BYTES, OPEN, Entry
 from ..stage.spec import StageSpec
 from .chain import Chain
 from .session import Session, SessionShape, checked_prompt
@@ -129,7 +130,7 @@ class Pipeline:
     def release(self, session: Session) -> None:
         """Closes a session on every stage and gives its bytes back."""
         try:
-            self.chain.roundtrip([self._entry("close", session)], [], self.step_timeout)
+            self.chain.roundtrip(self._entry(CLOSE, session), [], self.step_timeout)
         finally:
             self._ledger.release(session.id)
             self._sessions.pop(session.id, None)
@@ -138,23 +139,18 @@ class Pipeline:
         shape = session.shape
         charges = [self._charge(spec.stage, shape) for spec in self._specs]
         self._ledger.reserve(session.id, charges)
-        entry = self._entry("open", session)
-        entry.args = {
-            "ctx": shape.ctx,
-            "snapshots": shape.snapshots,
-            "recurrent": shape.recurrent,
-            "speculate": shape.speculate,
-        }
+        note = {"args": asdict(shape), "bytes": []}
         try:
-            reply = self.chain.roundtrip([entry], [], self.step_timeout).entries[0]
+            reply = self.chain.roundtrip(self._entry(OPEN, session), [], self.step_timeout, note)
         except BaseException:
             self._ledger.release(session.id)
             raise
-        if reply.fault is not None or reply.acks != charges:
+        fault, allocated = reply.fault(0), reply.notes[0]["bytes"]
+        if fault is not None or allocated != charges:
             self.release(session)
-            if reply.fault is None:
-                raise StageError(f"planned {charges} bytes a stage and {reply.acks} were allocated: this is a bug")
-            stage, kind, message = reply.fault
+            if fault is None:
+                raise StageError(f"planned {charges} bytes a stage and {allocated} were allocated: this is a bug")
+            stage, kind, message = fault
             raise (AdmissionError if kind == "CapacityExceeded" else StageError)(f"stage {stage}: {message}")
         self._sessions[session.id] = session
 
@@ -171,7 +167,7 @@ class Pipeline:
         )
         return sum(a.bytes for a in layout)
 
-    def _entry(self, op: str, session: Session) -> Entry:
+    def _entry(self, op: int, session: Session) -> Entry:
         return Entry(op, session.id, 0, self.chain.epoch)
 
 

@@ -15,7 +15,7 @@ from ..cache import CachePlan
 from ..cache.sizing import Recurrent
 from ..errors import InputError, StageError
 from ..models.protocol import Array, LogitRows
-from ..stage.frames import Entry
+from ..stage.frames import step
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -173,20 +173,19 @@ class Session:
         self._require_open()
         self._plan.check_append(len(tokens))
         pipe = self._pipe
-        entry = Entry("step", self.id, self._seq, pipe.chain.epoch, self.pos, len(tokens), logits, want)
+        entry = step(self.id, self._seq, pipe.chain.epoch, self.pos, len(tokens), logits, want)
         self._state = "failed"
-        reply = pipe.chain.roundtrip([entry], [np.array(tokens, np.int32)], pipe.step_timeout)
-        done = reply.entries[0]
-        if done.fault is not None:
-            stage, kind, message = done.fault
+        reply = pipe.chain.roundtrip(entry, [np.array(tokens, np.int32)], pipe.step_timeout)
+        if (fault := reply.fault(0)) is not None:
+            stage, kind, message = fault
             raise StageError(f"session {self.id} failed on stage {stage}: {message} ({kind}); close it and open another")
         self._plan.append(len(tokens))
-        if done.acks != [self.pos] * len(pipe.chain.budgets):
-            raise StageError(f"session {self.id} stands at row {self.pos} and its stages at {done.acks}; close it")
+        if reply.hops != len(pipe.chain.budgets):
+            raise StageError(f"{reply.hops} of {len(pipe.chain.budgets)} stages applied a step of session {self.id}; close it")
         self._seq += 1
         self._tokens += tokens
         self._state = "open"
-        return reply.arrays[done.out] if done.out is not None else np.empty(0, np.float32)
+        return reply.arrays[0] if reply.arrays else np.empty(0, np.float32)
 
     def _checked(self, tokens: Iterable[int]) -> list[int]:
         self._require_open()

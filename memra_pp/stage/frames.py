@@ -1,163 +1,223 @@
-"""Frames: what travels a lane. A fixed prefix, a msgpack header and raw array bytes; every length is bounded before use.
+"""Frames: what travels a lane. Fixed-size records, an optional msgpack header and raw array bytes; every count and length is
+bounded before use.
 
-Wire format, little-endian: `magic u32, header bytes u32, body bytes u64` and 48 zeros (so that arrays are
-aligned in the receiver's buffer), the header padded with zeros to a multiple of
-64, then each array's bytes, each padded to a multiple of 64. The header is
-`[id, [entry, ...], [[dtype, shape], ...]]`; an entry is the list of an `Entry`'s fields.
+Wire format, little-endian: a prefix (`kind u32`, `head bytes u32`, `hops u32`, 4 zeros, `body bytes i64`, `id i64`); the
+counts of entries, arrays and bytes of notes (`u32` each); a record an entry (the fields of `Entry`, i64); a record an array
+(dtype, rows, width or 0, i64); the notes in msgpack; zeros up to a multiple of 64: that is the head. Then each array's bytes,
+each padded with zeros to a multiple of 64.
+
+A plain frame, one entry with one array and no notes, leaves out the counts and the notes: it is what a generation sends for
+every token, and a hop reads its head with one call and writes it with one.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import NoneType
-from typing import Any
+from functools import partial
+from itertools import starmap
+from typing import Any, NamedTuple, get_args
 
 import msgpack
 import numpy as np
 
 from ..errors import LaneError
-from ..models.protocol import Array
+from ..models.protocol import Array, LogitRows
 
-PREFIX = struct.Struct("<IIQ48x")
-MAGIC = 0x3150504D  # "MPP1"
-MAX_HEADER_BYTES = 1 << 20
+PREFIX = struct.Struct("<IIIxxxxqq")
+GENERAL, PLAIN = 0x3147504D, 0x3150504D  # "MPG1", "MPP1"
+MAX_HEAD_BYTES = 1 << 22
 MAX_BODY_BYTES = 1 << 29
-MAX_DIMS = 3
 ALIGN = 64
-DTYPES = {"f": np.dtype("<f4"), "i": np.dtype("<i4")}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+OPS = ("step", "open", "close", "ping", "stats", "stop")
+LOGITS: tuple[LogitRows, ...] = get_args(LogitRows)
+WANTS = ("logits", "argmax")
+STEP, OPEN, CLOSE, PING, STATS, STOP = range(len(OPS))
+
+DTYPES = (np.dtype("<f4"), np.dtype("<i4"))
+_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+_ENTRY = struct.Struct("<8q")
+_ARRAY = struct.Struct("<3q")
+_COUNTS = struct.Struct("<3I")
+_PLAIN = struct.Struct("<IIIxxxxqq8q3q")
+_PLAIN_HEAD = -(-_PLAIN.size // ALIGN) * ALIGN
+_PLAIN_PADDING = bytes(_PLAIN_HEAD - _PLAIN.size)
 _PADDING = bytes(ALIGN)
 
+Note = dict[str, Any]
 
-@dataclass(slots=True)
-class Entry:
-    """One session's part of a frame.
 
-    `op` is open, step or close. `seq` counts the session's entries, `epoch` the wiring of the lanes, `base_len` is the
-    session's `pos` before the rows. `rows` rows of the frame's array are this session's; `logits` and `want` say what the
-    last stage answers, and `out` which array of the returning frame holds it. Each stage adds to `acks`. A stage that
-    cannot apply the entry sets `fault` (`[stage, kind, message]`); it then travels on without rows.
+class Entry(NamedTuple):
+    """One session's part of a frame: a record of integers.
+
+    `op`, `logits` and `want` index `OPS`, `LOGITS` and `WANTS`. `seq` counts the session's steps, `epoch` the wiring of the
+    lanes, `base_len` is the session's `pos` before the rows. `rows` rows of the frame's array are this session's.
     """
 
-    op: str
+    op: int
     session: int
     seq: int
     epoch: int
     base_len: int = 0
+    logits: int = 0
+    want: int = 0
     rows: int = 0
-    logits: str = "none"
-    want: str = "logits"
-    args: dict[str, Any] = field(default_factory=dict)
-    acks: list[Any] = field(default_factory=list)
-    out: int | None = None
-    fault: list[Any] | None = None
-
-    def pack(self) -> list[Any]:
-        """The fields in order, for msgpack."""
-        return [
-            self.op, self.session, self.seq, self.epoch, self.base_len, self.rows,
-            self.logits, self.want, self.args, self.acks, self.out, self.fault,
-        ]  # fmt: skip
 
 
-_SIGNATURES = frozenset(
-    (str, int, int, int, int, int, str, str, dict, list, out, fault) for out in (int, NoneType) for fault in (list, NoneType)
-)
-"""The types an entry's fields may have."""
+_entry_of: Any = partial(tuple.__new__, Entry)
 
-_SHAPES = frozenset((int,) * dims for dims in range(1, MAX_DIMS + 1))
+
+def step(session: int, seq: int, epoch: int, base_len: int, rows: int, logits: str = "last", want: str = "logits") -> Entry:
+    """A step entry of `rows` rows at `base_len`, asking for `want` of the rows that `logits` names."""
+    return Entry(STEP, session, seq, epoch, base_len, LOGITS.index(logits), WANTS.index(want), rows)
 
 
 @dataclass(slots=True)
 class Frame:
-    """Entries in order, and the arrays they speak of: the rows on the way down the chain, answers on the way back."""
+    """Entries in order, and the arrays they speak of: the rows on the way down the chain; on the way back one array an entry
+    that is answered, in order.
+
+    `hops` counts the stages that have applied the frame: all its entries, or what a note says of one.
+    `notes[i]` is what entry `i` says beyond its record: `args` of an open and the `bytes` each stage allocated for it, the
+    `answer` to a question, or the `fault` (`[stage, kind, message]`) of an entry that a stage could not apply. Such an
+    entry travels on without rows.
+    """
 
     id: int
     entries: list[Entry]
     arrays: list[Array] = field(default_factory=list)
+    notes: dict[int, Note] = field(default_factory=dict)
+    hops: int = 0
+
+    def bury(self, index: int, fault: list[Any]) -> None:
+        """Makes an entry a tombstone: it travels on with the fault, and without rows."""
+        self.entries[index] = self.entries[index]._replace(rows=0)
+        self.notes.setdefault(index, {})["fault"] = fault
+
+    def fault(self, index: int) -> list[Any] | None:
+        """The fault of an entry, None if it has none."""
+        note = self.notes.get(index)
+        return None if note is None else note.get("fault")
 
 
-def encode(frame: Frame, packer: msgpack.Packer) -> tuple[list[Any], int]:
+def encode(frame: Frame) -> tuple[list[Any], int]:
     """The buffers of a frame, to be sent in order with one gathering call, and their bytes in all. Arrays are not copied.
 
-    `packer` is the sender's own: making one costs more than packing a header.
-
     Raises:
-        LaneError: a receiver would not take it: too long, or an array that is not f32 or i32 of 1 to 3 dimensions.
+        LaneError: a receiver would not take it: too long, or an array that is not f32 or i32, `[n]` or `[n, width]`.
     """
-    buffers: list[Any] = [b""]
-    described, body = [], 0
-    for a in frame.arrays:
-        shape, size = a.shape, a.nbytes
-        if a.dtype not in CODES or not 1 <= len(shape) <= MAX_DIMS:
-            raise LaneError(f"an array {a.dtype} of shape {a.shape}: only f32 and i32 of 1 to {MAX_DIMS} dimensions travel")
-        described.append((CODES[a.dtype], shape))
-        if size:
-            buffers.append(a)
-        if pad := -size % ALIGN:
-            buffers.append(_PADDING[:pad])
-        body += size + pad
-    header = packer.pack((frame.id, [e.pack() for e in frame.entries], described))
-    size = len(header)
-    if size > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
-        raise _too_long(size, body)
-    pad = -size % ALIGN
-    buffers[0] = PREFIX.pack(MAGIC, size, body) + header + _PADDING[:pad]
-    return buffers, PREFIX.size + size + pad + body
-
-
-def frame_bytes(buffer: memoryview) -> tuple[int, int]:
-    """`(header bytes, bytes in all)` of the frame whose prefix `buffer` begins with, checked against the bounds.
-
-    Raises:
-        LaneError: not a frame, or longer than allowed.
-    """
-    magic, header, body = PREFIX.unpack_from(buffer)
-    if magic != MAGIC:
-        raise LaneError(f"a frame begins with {magic:#010x}, not {MAGIC:#010x}: the peer does not speak this protocol")
-    if header > MAX_HEADER_BYTES or body > MAX_BODY_BYTES:
-        raise _too_long(header, body)
-    return header, PREFIX.size + header + -header % ALIGN + body
-
-
-def decode(buffer: memoryview, header_bytes: int) -> Frame:
-    """The frame that fills `buffer`, prefix included; its arrays are views of it.
-
-    Raises:
-        LaneError: the header is not what `encode` writes, or disagrees with the body.
-    """
-    at = PREFIX.size + header_bytes
+    arrays, entries = frame.arrays, frame.entries
     try:
-        frame_id, packed, described = msgpack.unpackb(buffer[PREFIX.size : at])
-        at += -at % ALIGN
-        arrays: list[Array] = []
-        for code, shape in described:
-            if type(shape) is not list or tuple(map(type, shape)) not in _SHAPES or min(shape) < 0:
-                raise TypeError(f"an array of shape {shape!r:.80}")
-            a: Array = np.ndarray(shape, DTYPES[code], buffer, at)
-            arrays.append(a)
+        if len(arrays) == 1 == len(entries) and not frame.notes:
+            a = arrays[0]
             size = a.nbytes
-            at += size + -size % ALIGN
-        entries = [_entry(fields, len(arrays)) for fields in packed]
-        if type(frame_id) is not int or at != len(buffer):
-            raise ValueError(f"id {frame_id!r:.80}, {at} of {len(buffer)} bytes")
-    except (ValueError, TypeError, KeyError, OverflowError, MemoryError, msgpack.UnpackException) as error:
-        raise LaneError(f"a frame is malformed ({error})") from error
-    return Frame(frame_id, entries, arrays)
+            body = size + -size % ALIGN
+            fields = (PLAIN, _PLAIN_HEAD, frame.hops, body, frame.id, *entries[0], *_record(a))
+            buffers: list[Any] = [_PLAIN.pack(*fields) + _PLAIN_PADDING, a, _PADDING[: body - size]]
+        else:
+            body = sum(a.nbytes + -a.nbytes % ALIGN for a in arrays)
+            parts = [(a, _PADDING[: -a.nbytes % ALIGN]) for a in arrays]
+            buffers = [_general_head(frame, body), *(part for pair in parts for part in pair if len(part))]
+    except struct.error as error:
+        raise LaneError(f"a frame with id {frame.id!r:.80}, entries {entries!r:.200} cannot be packed ({error})") from error
+    head = len(buffers[0])
+    if head > MAX_HEAD_BYTES or body > MAX_BODY_BYTES:
+        raise _too_long(head, body)
+    return buffers, head + body
 
 
-def _entry(fields: list[Any], arrays: int) -> Entry:
-    if tuple(map(type, fields)) not in _SIGNATURES or min(fields[1:6]) < 0:
-        raise TypeError(f"an entry of {fields!r:.200}")
-    entry = Entry(*fields)
-    if entry.out is not None and not 0 <= entry.out < arrays:
-        raise ValueError(f"an entry answered by array {entry.out} of {arrays}")
-    return entry
+def _record(a: Array) -> tuple[int, int, int]:
+    """What the receiver needs to rebuild an array: dtype, rows, and width or 0."""
+    shape = a.shape
+    if a.dtype in _CODES:
+        if len(shape) == 2 and shape[1]:
+            return _CODES[a.dtype], shape[0], shape[1]
+        if len(shape) == 1:
+            return _CODES[a.dtype], shape[0], 0
+    raise LaneError(f"an array {a.dtype} of shape {shape}: only f32 and i32, [n] or [n, width], travel")
 
 
-def _too_long(header: int, body: int) -> LaneError:
+def _general_head(frame: Frame, body: int) -> bytes:
+    entries, records, notes = frame.entries, list(map(_record, frame.arrays)), msgpack.packb(frame.notes)
+    size = PREFIX.size + _COUNTS.size + _ENTRY.size * len(entries) + _ARRAY.size * len(records) + len(notes)
+    pad = -size % ALIGN
+    prefix = PREFIX.pack(GENERAL, size + pad, frame.hops, body, frame.id)
+    counts = _COUNTS.pack(len(entries), len(records), len(notes))
+    return b"".join((prefix, counts, *starmap(_ENTRY.pack, entries), *starmap(_ARRAY.pack, records), notes, _PADDING[:pad]))
+
+
+def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
+    """The frame that the first `got` bytes of `buffer` hold, its arrays views of it, and its bytes in all; no frame, and the
+    bytes needed first, if they do not hold it whole. The buffer itself has room for a plain head.
+
+    Raises:
+        LaneError: not a frame, longer than allowed, or not what `encode` writes.
+    """
+    if got < PREFIX.size:
+        return None, PREFIX.size
+    kind, head, hops, body, frame_id, *fields = _PLAIN.unpack_from(buffer)
+    if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
+        raise _too_long(head, body)
+    size: int = head + body
+    if kind != PLAIN and kind != GENERAL:
+        raise LaneError(f"a frame begins with {kind:#010x}: the peer does not speak this protocol")
+    if got < size:
+        return None, size
+    try:
+        if kind == PLAIN:
+            array, end = _array(buffer[:size], _PLAIN_HEAD, fields[8:])
+            frame = Frame(frame_id, [_entry_of(fields[:8])], [array], {}, hops)
+        else:
+            frame, end = _read_general(buffer[:size])
+        if end != size or min(map(min, frame.entries), default=0) < 0:
+            raise ValueError(f"a negative field in {frame.entries!r:.200}, or arrays that end at byte {end} of {size}")
+    except (ValueError, TypeError, IndexError, OverflowError, MemoryError, struct.error, msgpack.UnpackException) as error:
+        raise LaneError(f"a frame is malformed: {error}") from error
+    return frame, size
+
+
+def _array(buffer: memoryview, at: int, record: Sequence[int]) -> tuple[Array, int]:
+    """The array that a record describes, which begins at byte `at`, and where the next one does."""
+    code, rows, width = record
+    if code < 0 or rows < 0 or width < 0:
+        raise ValueError(f"an array of dtype {code}, {rows} rows of {width}")
+    a: Array = np.ndarray((rows, width) if width else rows, DTYPES[code], buffer, at)
+    size = a.nbytes
+    return a, at + size + -size % ALIGN
+
+
+def _read_general(buffer: memoryview) -> tuple[Frame, int]:
+    """A frame with any number of entries, arrays and notes, and where its arrays end."""
+    _, head, hops, _, frame_id = PREFIX.unpack_from(buffer)
+    n_entries, n_arrays, n_notes = _COUNTS.unpack_from(buffer, PREFIX.size)
+    first = PREFIX.size + _COUNTS.size
+    second = first + n_entries * _ENTRY.size
+    third = second + n_arrays * _ARRAY.size
+    end = third + n_notes
+    if not end <= head < end + ALIGN:
+        raise ValueError(f"a head of {head} bytes for {n_entries} entries, {n_arrays} arrays and {n_notes} bytes of notes")
+    entries = list(map(_entry_of, _ENTRY.iter_unpack(buffer[first:second])))
+    arrays, at = [], head
+    for record in _ARRAY.iter_unpack(buffer[second:third]):
+        array, at = _array(buffer, at, record)
+        arrays.append(array)
+    return Frame(frame_id, entries, arrays, _notes(buffer[third:end], n_entries), hops), at
+
+
+def _notes(packed: memoryview, entries: int) -> dict[int, Note]:
+    notes = msgpack.unpackb(packed, strict_map_key=False)
+    if type(notes) is not dict or not all(type(i) is int and 0 <= i < entries for i in notes):
+        raise TypeError(f"notes {notes!r:.200} on {entries} entries")
+    for note in notes.values():
+        if type(note) is not dict or not isinstance(note.get("fault"), list | None):
+            raise TypeError(f"a note {note!r:.200}")
+    return notes
+
+
+def _too_long(head: int, body: int) -> LaneError:
     return LaneError(
-        f"a frame of {header} header and {body} body bytes: at most {MAX_HEADER_BYTES} and {MAX_BODY_BYTES} are "
-        "allowed; feed fewer rows at a time"
+        f"a frame of {head} bytes of head and {body} of arrays: at most {MAX_HEAD_BYTES} and {MAX_BODY_BYTES} are allowed; "
+        "feed fewer rows at a time"
     )

@@ -18,10 +18,8 @@ import time
 from socket import SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET
 from typing import Any
 
-import msgpack
-
 from ..errors import LaneError
-from .frames import PREFIX, Frame, decode, encode, frame_bytes
+from .frames import Frame, encode, read
 
 HANDSHAKE_S = 2.0
 MAX_PENDING_HANDSHAKES = 16
@@ -42,7 +40,6 @@ class Lane:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._sock = sock
         self.peer = peer
-        self._packer = msgpack.Packer()
         self._buffer = memoryview(bytearray(1 << 16))
         self._whole = (self._buffer,)
         self._arrived: list[int] = []
@@ -65,7 +62,7 @@ class Lane:
         Raises:
             LaneError: the peer is gone, or did not take the bytes within `timeout` seconds.
         """
-        buffers, total = encode(frame, self._packer)
+        buffers, total = encode(frame)
         try:
             if timeout != self._send_timeout:
                 self._set_send_timeout(timeout)
@@ -92,12 +89,11 @@ class Lane:
         try:
             if not arrived:
                 self._read(self._whole, timeout)
-            if arrived[0] < PREFIX.size:
-                self._fill(PREFIX.size)
-            header, size = frame_bytes(self._buffer)
-            if arrived[0] < size:
+            frame, size = read(self._buffer, arrived[0])
+            while frame is None:
                 self._grow(size)
                 self._fill(size)
+                frame, size = read(self._buffer, sum(arrived))
         except BlockingIOError as error:
             if not arrived:
                 return None
@@ -105,7 +101,7 @@ class Lane:
         except OSError as error:
             raise self._broken("receive from", error) from error
         self._used = size
-        return decode(self._buffer[:size], header)
+        return frame
 
     def close(self) -> None:
         """Closes the socket and wakes whoever waits on it."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 
 from ..errors import LaneError
-from .frames import Entry, Frame
+from .frames import STATS, STOP, Entry, Frame
 from .lanes import Lane
 from .worker import StageWorker
 
@@ -26,17 +25,13 @@ def serve_frames(worker: StageWorker, up: Lane, down: Lane, stop: threading.Even
     Raises:
         LaneError: a neighbour is gone.
     """
-    counters = worker.counters
-    idle_since = time.perf_counter()
     try:
         while not stop.is_set():
             frame = up.recv(IDLE_S)
             if frame is None:
                 continue
-            counters.wait_s += time.perf_counter() - idle_since
             worker.apply(frame)
             down.send(frame, SEND_S)
-            idle_since = time.perf_counter()
     finally:
         stop.set()
 
@@ -46,7 +41,7 @@ def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> Non
 
     Closes the lane at its end, and so tells the driver of a stage that no longer serves.
 
-    A question is a frame of one entry: `ping`, `stats` or `stop`; its answer carries the entry's ack.
+    A question is a frame of one entry, ping, stats or stop; it comes back with the answer in the entry's note.
     """
     try:
         while not stop.is_set():
@@ -54,10 +49,11 @@ def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> Non
             if frame is None:
                 log.error("%s: no heartbeat from the driver for %.0f s; ending", worker.spec, SILENCE_S)
                 return
-            for entry in frame.entries:
-                if entry.op == "stop":
+            for i, entry in enumerate(frame.entries):
+                if entry.op == STOP:
                     return
-                entry.acks.append(worker.stats() if entry.op == "stats" else None)
+                if entry.op == STATS:
+                    frame.notes[i] = {"answer": worker.stats()}
             lane.send(frame, SEND_S)
     except LaneError as error:
         log.warning("%s: the driver's control lane ended (%s)", worker.spec, error)
@@ -66,6 +62,6 @@ def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> Non
         lane.close()
 
 
-def question(op: str, frame_id: int) -> Frame:
-    """A control frame: `op` is ping, stats or stop."""
+def question(op: int, frame_id: int) -> Frame:
+    """A control frame: `op` is PING, STATS or STOP."""
     return Frame(frame_id, [Entry(op, 0, 0, 0)])

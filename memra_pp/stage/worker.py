@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
@@ -17,8 +17,9 @@ from ..cache.sizing import Recurrent, state_copies
 from ..errors import InputError, MemraError, StageError
 from ..kernels import CpuDev
 from ..kernels.cpu import available_bytes
-from ..models.protocol import Array, LogitRows, Segment, StageModel, StepBatch
-from .frames import Entry, Frame
+from ..models.protocol import Array, Segment, StageModel, StepBatch
+from . import frames
+from .frames import LOGITS, STEP, WANTS, Entry, Frame, Note
 from .spec import StageSpec
 
 log = logging.getLogger(__name__)
@@ -31,19 +32,15 @@ MAX_SNAPSHOTS = 64
 MAX_FAULT_BYTES = 1000
 _F32 = np.dtype(np.float32)
 _NO_ROWS = np.empty(0, np.int32)
-_LOGIT_ROWS = get_args(LogitRows)
-_WANTS = ("logits", "argmax")
 
 
 @dataclass
 class StageSession:
-    """A session on this stage: its cache slice, the next `seq` it takes, and what the one before was answered with."""
+    """A session on this stage: its cache slice, the next `seq` it takes, and the fault of the step before, if any."""
 
     cache: Cache
     snapshots: list[CacheSnapshot]
-    bytes: int
     seq: int = 1
-    ack: Any = None
     fault: list[Any] | None = None
 
     def close(self) -> None:
@@ -53,17 +50,16 @@ class StageSession:
 
 @dataclass
 class StageCounters:
-    """What a stage has done: seconds computing and waiting, steps and rows."""
+    """What a stage has done since it was loaded: seconds spent on frames, steps and rows."""
 
     compute_s: float = 0.0
-    wait_s: float = 0.0
     steps: int = 0
     rows: int = 0
     faults: int = 0
 
 
-_Step = tuple[Entry, StageSession, int]
-"""An admitted entry, its session and where its rows begin in the frame's array."""
+_Step = tuple[int, Entry, StageSession, int]
+"""An admitted entry's index, the entry, its session and where its rows begin in the frame's array."""
 
 
 @dataclass
@@ -78,6 +74,7 @@ class StageWorker:
     sessions: dict[int, StageSession] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._loaded = time.perf_counter()
         self._last = self.spec.last
         self._width = self.spec.cfg.n_vocab if self._last else self.spec.cfg.n_embd
 
@@ -111,30 +108,34 @@ class StageWorker:
 
         Nothing is raised for a bad or failed entry: it travels on as a tombstone, and the others are not touched.
         """
+        started = time.perf_counter()
         x = frame.arrays[0] if frame.arrays else _NO_ROWS
         steps: list[_Step] = []
         start = rows = 0
-        for entry in frame.entries:
+        for i, entry in enumerate(frame.entries):
             end = start + entry.rows
             try:
-                if entry.fault is not None:
-                    self._pass_tombstone(entry)
-                elif entry.op == "step":
-                    session = self._admit(entry, end <= len(x))
-                    if session is not None:
-                        steps.append((entry, session, start))
-                        rows += entry.rows
-                else:
-                    self._control(entry, steps)
+                if frame.notes and frame.fault(i) is not None:
+                    self._pass_tombstone(frame, i)
+                elif entry.op != STEP:
+                    self._control(frame, i, steps)
+                elif (session := self._admit(frame, i, entry, end <= len(x))) is not None:
+                    steps.append((i, entry, session, start))
+                    rows += entry.rows
             except MemraError as error:
-                self._bury(entry, error)
+                self._bury(frame, i, error)
             except Exception as error:
                 log.exception("%s: an entry failed", self.spec)
-                self._bury(entry, error)
+                self._bury(frame, i, error)
             start = end
         if steps and rows != len(x):
-            x = np.concatenate([x[at : at + entry.rows] for entry, _, at in steps])
-        frame.arrays = self._run(steps, x) if steps else []
+            x = np.concatenate([x[at : at + entry.rows] for _, entry, _, at in steps])
+        frame.arrays = self._run(frame, steps, x) if steps else []
+        frame.hops += 1
+        counters = self.counters
+        counters.steps += 1
+        counters.rows += rows
+        counters.compute_s += time.perf_counter() - started
 
     def stats(self) -> dict[str, Any]:
         """Counters, bytes and lengths of this stage, as msgpack can carry them."""
@@ -146,6 +147,7 @@ class StageWorker:
             "budget_bytes": self.device.budget_bytes,
             "allocated_bytes": self.device.allocated_bytes,
             "sessions": len(self.sessions),
+            "wait_s": time.perf_counter() - self._loaded - self.counters.compute_s,
             **asdict(self.counters),
         }
 
@@ -156,67 +158,61 @@ class StageWorker:
         self.sessions.clear()
         self.device.close()
 
-    def _admit(self, entry: Entry, has_rows: bool) -> StageSession | None:
+    def _admit(self, frame: Frame, i: int, entry: Entry, has_rows: bool) -> StageSession | None:
         """Checks a step; the session whose rows are to run, None for a repeat, which is answered as the first time."""
-        session = self._session(entry)
+        session = self.sessions.get(entry.session)
+        if session is None:
+            raise StageError(f"{self.spec} has no session {entry.session}: open it first")
         plan = session.cache.plan
         if entry.seq != session.seq or entry.base_len != plan.pos or entry.epoch != self.epoch:
-            self._answer_repeat(entry, session)
+            self._answer_repeat(frame, i, session)
             return None
-        if entry.rows < 1 or not has_rows or entry.logits not in _LOGIT_ROWS or entry.want not in _WANTS:
+        if entry.rows < 1 or not has_rows or entry.logits >= len(LOGITS) or entry.want >= len(WANTS):
             raise StageError(
-                f"{self.spec}: a step of {entry.rows} rows, in the frame: {has_rows}, logits={entry.logits!r:.80}, "
-                f"want={entry.want!r:.80}: it must have rows, and ask for none, last or all as logits or argmax"
+                f"{self.spec}: a step of {entry.rows} rows (there: {has_rows}), logits={entry.logits}, want={entry.want}: "
+                f"it must have rows, and ask for one of {LOGITS} as one of {WANTS}"
             )
         plan.check_append(entry.rows)
         session.seq += 1
         return session
 
-    def _answer_repeat(self, entry: Entry, session: StageSession) -> None:
+    def _answer_repeat(self, frame: Frame, i: int, session: StageSession) -> None:
         """Answers a repeat of the session's last step as the first time; anything else out of turn is refused."""
+        entry = frame.entries[i]
         self._require_epoch(entry)
         if not 1 <= entry.seq == session.seq - 1:
             raise StageError(
                 f"{self.spec}: session {entry.session} stands at seq {session.seq}, row {session.cache.pos}; "
                 f"an entry with seq {entry.seq}, row {entry.base_len} is refused"
             )
-        entry.rows, entry.fault = 0, session.fault
-        if session.fault is None:
-            entry.acks.append(session.ack)
+        frame.entries[i] = entry._replace(rows=0)
+        if session.fault is not None:
+            frame.bury(i, session.fault)
 
-    def _control(self, entry: Entry, steps: Sequence[_Step]) -> None:
+    def _control(self, frame: Frame, i: int, steps: Sequence[_Step]) -> None:
         """Applies an entry that has no rows."""
+        entry = frame.entries[i]
         self._require_epoch(entry)
-        if any(step.session == entry.session for step, _, _ in steps):
+        if any(step.session == entry.session for _, step, _, _ in steps):
             raise StageError(f"{self.spec}: session {entry.session} has a step in this frame already: one a frame is allowed")
         match entry.op:
-            case "open":
-                entry.acks.append(self._open(entry))
-            case "close":
-                entry.acks.append(self._close(entry))
+            case frames.OPEN:
+                self._open(entry.session, frame.notes.get(i, {}))
+            case frames.CLOSE:
+                self._close(entry.session)
             case _:
-                raise StageError(f"{self.spec}: an entry of op {entry.op!r:.80}: it must be open, step or close")
+                raise StageError(f"{self.spec}: an entry of op {entry.op}: it must be a step, an open or a close")
 
     def _require_epoch(self, entry: Entry) -> None:
         if entry.epoch != self.epoch:
             raise StageError(f"an entry of epoch {entry.epoch}, but {self.spec} is wired in epoch {self.epoch}: refused")
 
-    def _is_next(self, entry: Entry, session: StageSession) -> bool:
-        """Whether an entry takes its session's turn, be it applied or a tombstone: no other entry changes a session."""
-        turn = (self.epoch, session.seq, session.cache.pos)
-        return entry.op == "step" and (entry.epoch, entry.seq, entry.base_len) == turn
-
-    def _session(self, entry: Entry) -> StageSession:
-        session = self.sessions.get(entry.session)
-        if session is None:
-            raise StageError(f"{self.spec} has no session {entry.session}: open it first")
-        return session
-
-    def _open(self, entry: Entry) -> int:
-        if entry.session in self.sessions or len(self.sessions) >= MAX_SESSIONS:
-            raise StageError(f"{self.spec}: session {entry.session} is open already, or {MAX_SESSIONS} are")
+    def _open(self, number: int, note: Note) -> None:
+        """Allocates a session as the `args` of its note say, and adds its bytes to the note."""
+        if number in self.sessions or len(self.sessions) >= MAX_SESSIONS:
+            raise StageError(f"{self.spec}: session {number} is open already, or {MAX_SESSIONS} are")
         before = self.device.allocated_bytes
-        ctx, copies = self._checked_args(entry.args)
+        ctx, copies = self._checked_args(note)
         layers = self.spec.layers
         cache = Cache.new_ppn_slice(self.device, layers.start, layers.stop, self.spec.cfg, ctx, policy=self.spec.policy)
         try:
@@ -224,12 +220,14 @@ class StageWorker:
         except BaseException:
             cache.close()
             raise
-        allocated = self.device.allocated_bytes - before
-        self.sessions[entry.session] = StageSession(cache, snapshots, allocated)
-        return allocated
+        self.sessions[number] = StageSession(cache, snapshots)
+        note["bytes"].append(self.device.allocated_bytes - before)
 
-    def _checked_args(self, args: Mapping[str, Any]) -> tuple[int, int]:
+    def _checked_args(self, note: Note) -> tuple[int, int]:
         """What an open entry asks for: rows of context, and copies of the recurrent state."""
+        args = note.get("args")
+        if not isinstance(args, dict) or not isinstance(note.get("bytes"), list):
+            raise InputError(f"{self.spec}: an open entry with the note {note!r:.200}: it must have args and bytes")
         bounds = {"ctx": (1, self.spec.cfg.max_ctx), "snapshots": (0, MAX_SNAPSHOTS), "speculate": (0, self.spec.max_rows)}
         for name, (lo, hi) in bounds.items():
             value = args.get(name)
@@ -239,64 +237,55 @@ class StageWorker:
             raise InputError(f"{self.spec}: a session with recurrent={args.get('recurrent')!r:.80}: choose replay or states")
         return args["ctx"], state_copies(args["snapshots"], args["recurrent"], args["speculate"])
 
-    def _close(self, entry: Entry) -> int:
-        session = self.sessions.pop(entry.session, None)
-        if session is None:
-            return 0
-        session.close()
-        return session.bytes
+    def _close(self, number: int) -> None:
+        session = self.sessions.pop(number, None)
+        if session is not None:
+            session.close()
 
-    def _run(self, steps: list[_Step], x: Array) -> list[Array]:
-        batch = StepBatch(tuple([Segment(e.base_len, e.rows, e.logits) for e, _, _ in steps]))  # type: ignore[arg-type]
-        started = time.perf_counter()
+    def _run(self, frame: Frame, steps: list[_Step], x: Array) -> list[Array]:
+        """One forward over every admitted step; the rows of the next stage, or the answers on the last."""
+        batch = StepBatch(tuple([Segment(e.base_len, e.rows, LOGITS[e.logits]) for _, e, _, _ in steps]))
         try:
-            y = self.model.forward(batch, x, [session.cache for _, session, _ in steps])
+            y = self.model.forward(batch, x, [session.cache for _, _, session, _ in steps])
             shape = (batch.n_logits if self._last else len(x), self._width)
             if y.shape != shape or y.dtype != _F32:
                 raise StageError(f"{self.spec}: the model returned {y.dtype} {y.shape} where float32 {shape} belongs")
         except Exception as error:
             log.exception("%s: a step failed", self.spec)
-            for entry, session, _ in steps:
-                self._bury(entry, error)
-                session.fault = entry.fault
+            for i, _, session, _ in steps:
+                self._bury(frame, i, error)
+                session.fault = frame.fault(i)
             return []
-        counters = self.counters
-        counters.compute_s += time.perf_counter() - started
-        counters.steps += 1
-        counters.rows += len(x)
-        for entry, session, _ in steps:
-            plan = session.cache.plan
-            plan.pos += entry.rows
-            session.ack, session.fault = plan.pos, None
-            entry.acks.append(plan.pos)
-        return _answers(batch, [e for e, _, _ in steps], y) if self._last else [np.ascontiguousarray(y)]
+        for _, entry, session, _ in steps:
+            session.cache.plan.pos += entry.rows
+            session.fault = None
+        return _answers(batch, steps, y) if self._last else [np.ascontiguousarray(y)]
 
-    def _bury(self, entry: Entry, error: Exception) -> None:
+    def _bury(self, frame: Frame, i: int, error: Exception) -> None:
+        """Turns an entry into a tombstone: it takes its turn on every stage, and is applied on none."""
         self.counters.faults += 1
         message = str(error).encode(errors="replace")[:MAX_FAULT_BYTES].decode(errors="ignore")
-        entry.fault = [self.spec.stage, type(error).__name__, message]
-        self._pass_tombstone(entry)
+        frame.bury(i, [self.spec.stage, type(error).__name__, message])
+        self._pass_tombstone(frame, i)
 
-    def _pass_tombstone(self, entry: Entry) -> None:
-        """A tombstone takes its session's turn, without rows."""
+    def _pass_tombstone(self, frame: Frame, i: int) -> None:
+        """A tombstone takes its session's turn if it is its turn in every respect: no other entry changes a session."""
+        entry = frame.entries[i]
         session = self.sessions.get(entry.session)
-        if session is not None and self._is_next(entry, session):
+        if session is None or entry.op != STEP:
+            return
+        if (entry.epoch, entry.seq, entry.base_len) == (self.epoch, session.seq, session.cache.pos):
             session.seq += 1
-            session.fault = entry.fault
-        entry.rows = 0
+            session.fault = frame.fault(i)
 
 
-def _answers(batch: StepBatch, entries: Sequence[Entry], logits: Array) -> list[Array]:
-    """One array an entry that asked for something: its logits rows f32 `[n, n_vocab]`, or their argmax i32 `[n]`."""
+def _answers(batch: StepBatch, steps: Sequence[_Step], logits: Array) -> list[Array]:
+    """One array a step that asked for something: its logits rows f32 `[n, n_vocab]`, or their argmax i32 `[n]`."""
     answers: list[Array] = []
     at = 0
-    for segment, entry in zip(batch.segments, entries, strict=True):
-        n = segment.logit_count
-        entry.rows = 0
-        if n == 0:
-            continue
-        rows = logits[at : at + n]
-        at += n
-        entry.out = len(answers)
-        answers.append(rows.argmax(-1).astype(np.int32) if entry.want == "argmax" else rows)
+    for segment, (_, entry, _, _) in zip(batch.segments, steps, strict=True):
+        if n := segment.logit_count:
+            rows = np.ascontiguousarray(logits[at : at + n])
+            answers.append(rows.argmax(-1).astype(np.int32) if WANTS[entry.want] == "argmax" else rows)
+            at += n
     return answers

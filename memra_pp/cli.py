@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from .cache import KvPolicy
 from .config import ModelConfig
-from .driver.launch import launch
+from .driver.launch import fence_for, launch
 from .driver.pipeline import Pipeline
 from .driver.session import checked_prompt
 from .errors import ConfigError, InputError, MemraError
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace) -> None:
     model = demo_weights() if args.model is None else Path(args.model)
     policy = KvPolicy.from_env(_with_formats(args.kv_k, args.kv_v))
-    ids, tokenizer = _encoded(model, args.prompt, args.max_ctx)
+    ids, tokenizer = _encoded(model, args)
     started = time.perf_counter()
     steps = None if args.json else _Progress()
     with launch(
@@ -159,16 +159,17 @@ class _Progress:
             print("\r" + " " * 72 + "\r", end="", file=sys.stderr, flush=True)
 
 
-def _encoded(model: Path, prompt: str, max_ctx: int | None) -> tuple[list[int], Tokenizer]:
-    """The prompt's ids, checked before anything is started."""
-    if not prompt:
+def _encoded(model: Path, args: argparse.Namespace) -> tuple[list[int], Tokenizer]:
+    """The prompt's ids. It, the model and the cuts are checked before anything is started."""
+    if not args.prompt:
         raise InputError("the prompt is empty: give --prompt some text")
     if not model.exists():
         raise ConfigError(f"no such model: {model}; pass a GGUF file or a directory with config.json and *.safetensors")
     cfg = ModelConfig.from_path(model)
+    fence_for(cfg, args.stages, args.cuts)
     tokenizer = load_tokenizer(model)
-    ids = tokenizer.encode(prompt)
-    return checked_prompt(ids, cfg.n_vocab, cfg.max_ctx if max_ctx is None else max_ctx), tokenizer
+    ids = tokenizer.encode(args.prompt)
+    return checked_prompt(ids, cfg.n_vocab, cfg.max_ctx if args.max_ctx is None else args.max_ctx), tokenizer
 
 
 def _with_formats(kv_k: str | None, kv_v: str | None) -> dict[str, str]:

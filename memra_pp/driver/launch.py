@@ -64,7 +64,7 @@ def launch(
     path = _model_path(model)
     cfg = ModelConfig.from_path(path)
     cfg = cfg if mtp else cfg.without_mtp()
-    fence = _fence(cfg, stages, cuts)
+    fence = fence_for(cfg, stages, cuts)
     n = len(fence) - 1
     policy = KvPolicy.from_env() if policy is None else policy
     _require(1 <= prefill_chunk <= PRIME_CHUNK_MAX_TOKENS, "prefill_chunk", prefill_chunk, f"1 to {PRIME_CHUNK_MAX_TOKENS}")
@@ -107,7 +107,12 @@ def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progre
             raise ConfigError(f"backend={backend!r}: choose ray or local")
 
 
-def _fence(cfg: ModelConfig, stages: int | None, cuts: Sequence[int] | None) -> tuple[int, ...]:
+def fence_for(cfg: ModelConfig, stages: int | None, cuts: Sequence[int] | None) -> tuple[int, ...]:
+    """The fence that `launch` uses: from `cuts`, else `stages`, else the environment, else one stage.
+
+    Raises:
+        ConfigError: it is not valid for the model; where a cut parts shared K/V, the nearest valid fence is named.
+    """
     if cuts is not None:
         fence = fence_from_cuts(cfg, cuts)
         if stages is not None and stages != len(fence) - 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -152,6 +153,7 @@ class _Launch:
         self._lanes: list[Lane] = []
         self._listener: Listener | None = None
         self._acquired = False
+        atexit.register(self.close)
 
     def run(self) -> LaneChain:
         steps = len(self._specs) + 2
@@ -191,7 +193,8 @@ class _Launch:
         return causes[0] if causes else None
 
     def close(self) -> None:
-        """Ends the actors and everything started for them."""
+        """Ends the actors and everything started for them; the interpreter's end does it for a pipeline nobody closed."""
+        atexit.unregister(self.close)
         for lane in self._lanes:
             lane.close()
         if self._listener is not None:

@@ -94,19 +94,20 @@ def _generate(pipe: Pipeline, tokenizer: Tokenizer, ids: list[int], args: argpar
     stream, text, tokens = tokenizer.stream(), "", []
     if not args.json:
         print(args.prompt, end="", flush=True)
-    started = time.perf_counter()
+    times = [time.perf_counter()]
     with pipe.open(ids, max_new_tokens=args.max_new) as session:
         for token in session.generate(args.max_new, tokenizer.eos_ids):
+            times.append(time.perf_counter())
             tokens.append(token)
             text += _emit(stream.push(token), args.json)
         text += _emit(stream.flush(), args.json)
-        seconds = time.perf_counter() - started
         stats = pipe.stats()
     return {
         "text": text,
         "prompt_tokens": len(ids),
         "tokens": tokens,
-        "tokens_per_s": len(tokens) / seconds,
+        "first_token_s": times[1] - times[0] if tokens else None,
+        "tokens_per_s": (len(tokens) - 1) / (times[-1] - times[1]) if len(tokens) > 1 else None,
         "kv": stats["kv"],
         "stages": stats["stages"],
     }
@@ -135,10 +136,18 @@ def _table(report: dict[str, Any]) -> str:
     ]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
+    return "\n\n" + "\n".join(lines) + "\n" + _summary(report)
+
+
+def _summary(report: dict[str, Any]) -> str:
     k, v = report["kv"]
-    speed = f"{len(report['tokens'])} tokens at {report['tokens_per_s']:.1f} tok/s"
-    summary = f"{speed}, K {k}, V {v}, loaded in {report['load_s']:.1f} s"
-    return "\n\n" + "\n".join(lines) + "\n" + summary
+    count = len(report["tokens"])
+    parts = [f"{count} token{'' if count == 1 else 's'}"]
+    if report["first_token_s"] is not None:
+        parts.append(f"the first after {report['first_token_s']:.2f} s")
+    if report["tokens_per_s"] is not None:
+        parts.append(f"then {report['tokens_per_s']:.1f} tok/s")
+    return ", ".join([*parts, f"K {k}, V {v}", f"loaded in {report['load_s']:.1f} s"])
 
 
 class _Progress:

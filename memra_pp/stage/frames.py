@@ -29,6 +29,7 @@ PREFIX = struct.Struct("<IIIxxxxqq")
 GENERAL, PLAIN = 0x3147504D, 0x3150504D  # "MPG1", "MPP1"
 MAX_HEAD_BYTES = 1 << 22
 MAX_BODY_BYTES = 1 << 29
+MAX_NOTE_LIST = 1 << 12
 ALIGN = 64
 
 OPS = ("step", "open", "close", "ping", "stats", "stop")
@@ -118,9 +119,10 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
             buffers: list[Any] = [_PLAIN.pack(*fields) + _PLAIN_PADDING, a, _PADDING[: body - size]]
         else:
             body = sum(a.nbytes + -a.nbytes % ALIGN for a in arrays)
-            parts = [(a, _PADDING[: -a.nbytes % ALIGN]) for a in arrays]
-            buffers = [_general_head(frame, body), *(part for pair in parts for part in pair if len(part))]
-    except struct.error as error:
+            buffers = [_general_head(frame, body)]
+            for a in filter(np.size, arrays):
+                buffers += filter(len, (a.data.cast("B"), _PADDING[: -a.nbytes % ALIGN]))
+    except (struct.error, ValueError, TypeError, OverflowError) as error:
         raise LaneError(f"a frame with id {frame.id!r:.80}, entries {entries!r:.200} cannot be packed ({error})") from error
     head = len(buffers[0])
     if head > MAX_HEAD_BYTES or body > MAX_BODY_BYTES:
@@ -161,12 +163,13 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
     if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
         raise _too_long(head, body)
     size: int = head + body
-    if kind != PLAIN and kind != GENERAL:
-        raise LaneError(f"a frame begins with {kind:#010x}: the peer does not speak this protocol")
+    plain = kind == PLAIN and head == _PLAIN_HEAD
+    if not plain and kind != GENERAL:
+        raise LaneError(f"a frame begins with {kind:#010x}, a head of {head} bytes: the peer does not speak this protocol")
     if got < size:
         return None, size
     try:
-        if kind == PLAIN:
+        if plain:
             array, end = _array(buffer[:size], _PLAIN_HEAD, fields[8:])
             frame = Frame(frame_id, [_entry_of(fields[:8])], [array], {}, hops)
         else:
@@ -196,7 +199,7 @@ def _read_general(buffer: memoryview) -> tuple[Frame, int]:
     second = first + n_entries * _ENTRY.size
     third = second + n_arrays * _ARRAY.size
     end = third + n_notes
-    if not end <= head < end + ALIGN:
+    if head != end + -end % ALIGN:
         raise ValueError(f"a head of {head} bytes for {n_entries} entries, {n_arrays} arrays and {n_notes} bytes of notes")
     entries = list(map(_entry_of, _ENTRY.iter_unpack(buffer[first:second])))
     arrays, at = [], head
@@ -207,12 +210,15 @@ def _read_general(buffer: memoryview) -> tuple[Frame, int]:
 
 
 def _notes(packed: memoryview, entries: int) -> dict[int, Note]:
-    notes = msgpack.unpackb(packed, strict_map_key=False)
+    notes = msgpack.unpackb(packed, strict_map_key=False, max_array_len=MAX_NOTE_LIST)
     if type(notes) is not dict or not all(type(i) is int and 0 <= i < entries for i in notes):
-        raise TypeError(f"notes {notes!r:.200} on {entries} entries")
-    for note in notes.values():
-        if type(note) is not dict or not isinstance(note.get("fault"), list | None):
-            raise TypeError(f"a note {note!r:.200}")
+        raise TypeError(f"notes that are not a map from some of the {entries} entries")
+    for i, note in notes.items():
+        if type(note) is not dict:
+            raise TypeError(f"the note of entry {i} is not a map")
+        fault = note.get("fault")
+        if fault is not None and (type(fault) is not list or [*map(type, fault)] != [int, str, str]):
+            raise TypeError(f"the fault of entry {i} is not a stage, a kind and a message")
     return notes
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import math
 import os
 import queue
 import secrets
@@ -44,7 +45,7 @@ class Lane:
         self._whole = (self._buffer,)
         self._arrived: list[int] = []
         self._used = 0
-        self._send_timeout = self._recv_timeout = 0.0
+        self._send_timeout = self._recv_timeout = math.nan  # none that was asked for
         sock.settimeout(None)
 
     def fileno(self) -> int:
@@ -112,32 +113,39 @@ class Lane:
     def _fill(self, until: int) -> None:
         """Reads until the buffer holds `until` bytes, and whatever came with them; `STALL_S` is waited for each part."""
         while (got := sum(self._arrived)) < until:
+            self._arrived[:] = [got]
             self._read((self._buffer[got:],), STALL_S)
 
     def _read(self, into: tuple[memoryview], timeout: float) -> None:
         """Reads once. `extend` over `map` notes how many bytes came in the same C call that reads them: no signal handler
         can raise in between."""
         if timeout != self._recv_timeout:
-            self._sock.setsockopt(SOL_SOCKET, SO_RCVTIMEO, _timeval(timeout))
+            value = _timeval(timeout)
             self._recv_timeout = timeout
+            self._sock.setsockopt(SOL_SOCKET, SO_RCVTIMEO, value)
         self._arrived.extend(map(self._sock.recv_into, into))
         if not self._arrived[-1]:
             raise LaneError(f"{self.peer} closed the lane")
 
     def _drop_used(self) -> None:
-        """Forgets the frame handed out last; what came behind it moves to the front."""
+        """Forgets the frame handed out last; what came behind it moves to the front. No signal handler can raise between
+        the last assignments, nor before `clear` has done its work: one raises only after a call."""
         if rest := sum(self._arrived) - self._used:
-            self._buffer[:rest] = bytes(self._buffer[self._used : self._used + rest])
+            moved = bytes(self._buffer[self._used : self._used + rest])
+            self._buffer[:rest] = moved
             self._arrived[:] = [rest]
+            self._used = 0
         else:
+            self._used = 0
             self._arrived.clear()
-        self._used = 0
 
     def _send_rest(self, buffers: list[Any], sent: int, deadline: float) -> None:
         for buf in buffers:
-            whole = memoryview(buf).cast("B")
-            rest = whole[sent:]
-            sent = max(0, sent - len(whole))
+            whole = memoryview(buf)
+            if sent >= whole.nbytes:
+                sent -= whole.nbytes
+                continue
+            rest, sent = whole.cast("B")[sent:], 0
             while len(rest):
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -146,8 +154,9 @@ class Lane:
                 rest = rest[self._sock.send(rest) :]
 
     def _set_send_timeout(self, seconds: float) -> None:
-        self._sock.setsockopt(SOL_SOCKET, SO_SNDTIMEO, _timeval(seconds))
+        value = _timeval(seconds)
         self._send_timeout = seconds
+        self._sock.setsockopt(SOL_SOCKET, SO_SNDTIMEO, value)
 
     def _grow(self, size: int) -> None:
         if size > len(self._buffer):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import signal
 import socket
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,7 +17,7 @@ import pytest
 
 from memra_pp.errors import LaneError
 from memra_pp.stage import frames, lanes
-from memra_pp.stage.frames import MAGIC, MAX_BODY_BYTES, MAX_HEADER_BYTES, PREFIX, Entry, Frame
+from memra_pp.stage.frames import CLOSE, GENERAL, MAX_BODY_BYTES, MAX_HEAD_BYTES, PLAIN, PREFIX, Entry, Frame
 from memra_pp.stage.lanes import KEY_BYTES, MAX_PENDING_HANDSHAKES, Lane, Listener, connect
 
 KEY, OTHER = bytes(KEY_BYTES), b"\1" * KEY_BYTES
@@ -65,11 +67,17 @@ def dial(listener):
 
 
 def rows(n, first=0):
-    return Frame(n, [Entry("step", 1, 2, 3)], [np.arange(first, first + n, dtype=np.float32)])
+    return Frame(n, [frames.step(1, 2, 3, 4, n)], [np.arange(first, first + n, dtype=np.float32)])
 
 
 def same(a, b):
-    return (a.id, a.entries) == (b.id, b.entries) and all(np.array_equal(x, y) for x, y in zip(a.arrays, b.arrays, strict=True))
+    alike = [x.shape == y.shape and np.array_equal(x, y) for x, y in zip(a.arrays, b.arrays, strict=True)]
+    return (a.id, a.entries, a.notes, a.hops) == (b.id, b.entries, b.notes, b.hops) and all(alike)
+
+
+def talk(n):
+    """A frame that is not plain."""
+    return Frame(n, [Entry(CLOSE, 1, 0, 3), *rows(n).entries], [*rows(n).arrays, *rows(n + 1).arrays], {0: {"bytes": [n]}}, 2)
 
 
 def packet(frame):
@@ -266,7 +274,7 @@ def test_nothing_is_none_and_a_late_frame_still_comes(pair):
 
 def test_frames_sent_at_once_come_one_by_one_and_pending_tells(pair):
     a, b = pair
-    sent = [rows(n, n) for n in (1, 500, 40_000, 0, 3)]
+    sent = [rows(1, 1), talk(500), rows(40_000), rows(0), talk(0), rows(3, 3)]
     b._sock.sendall(packet(sent[0]) + packet(sent[1]))
     assert same(a.recv(WAIT_S), sent[0]) and a.pending
     assert same(a.recv(WAIT_S), sent[1]) and not a.pending
@@ -275,6 +283,16 @@ def test_frames_sent_at_once_come_one_by_one_and_pending_tells(pair):
     for frame in sent:
         assert same(a.recv(WAIT_S), frame)
     assert not a.pending
+
+
+def test_a_first_wait_of_no_time_has_an_end(pair, pool):
+    receiving, sending = pool.submit(pair[0].recv, 0.0), pool.submit(pair[0].send, rows(1 << 20), 0.0)
+    try:
+        assert receiving.result(WAIT_S) is None
+        with pytest.raises(LaneError, match="stopped taking part"):
+            sending.result(WAIT_S)
+    finally:
+        pair[0].close()
 
 
 def test_a_buffer_is_used_again(pair):
@@ -305,12 +323,57 @@ def test_a_frame_may_have_more_arrays_than_one_call_can_gather(pair, pool):
     assert same(a.recv(WAIT_S), many) and sending.result(WAIT_S) is None
 
 
-def test_a_frame_that_cannot_travel_leaves_the_lane_whole(pair):
+GRID = np.arange(24, dtype=np.float32).reshape(4, 6)
+UNSENDABLE = {
+    "another type": [np.zeros(1)],
+    "transposed": [GRID.T],
+    "every other": [GRID[0, ::2]],
+    "a column": [GRID[:, :2]],
+    "backwards": [GRID[::-1]],
+    "the last of more than one call can gather": [*[GRID] * 2000, GRID.T],
+}
+
+
+@pytest.mark.parametrize("entries", [0, 1])
+@pytest.mark.parametrize("arrays", UNSENDABLE.values(), ids=list(UNSENDABLE))
+def test_a_frame_that_cannot_travel_leaves_the_lane_whole(pair, arrays, entries):
     a, b = pair
-    with pytest.raises(LaneError, match="only f32 and i32"):
-        b.send(Frame(1, [], [np.zeros(1)]), WAIT_S)
+    entry = frames.step(1, 2, 3, 4, 4)
+    for frame in (Frame(1, [entry] * entries, arrays), Frame(1, [entry._replace(op=None)], [GRID])):
+        with pytest.raises(LaneError, match=r"only f32 and i32|C-contiguous|cannot be packed"):
+            b.send(frame, WAIT_S)
     b.send(rows(1), WAIT_S)
-    assert same(a.recv(WAIT_S), rows(1))
+    assert same(a.recv(WAIT_S), rows(1)) and a.recv(0.0) is None
+
+
+@pytest.mark.parametrize("entries", [0, 1])
+def test_a_view_of_whole_rows_travels_as_it_reads(pair, entries):
+    a, b = pair
+    for view in (GRID[1:3], GRID[2], GRID[2, 1:4], GRID[1:1], GRID.T.copy(), GRID.reshape(-1)):
+        frame = Frame(1, [frames.step(1, 2, 3, 4, 4)] * entries, [view])
+        b.send(frame, WAIT_S)
+        assert same(a.recv(WAIT_S), frame)
+
+
+def test_a_frame_without_elements_passes_a_socket_that_takes_it_in_parts(pair, pool):
+    a, b = pair
+    taken = []
+
+    class Slow:
+        """A socket whose first call takes a few bytes only."""
+
+        def sendmsg(self, buffers):
+            taken.append(b._sock.send(b"".join([memoryview(part).tobytes() for part in buffers])[:7]))
+            return taken[-1]
+
+        def __getattr__(self, name):
+            return getattr(b._sock, name)
+
+    slow = Lane(Slow(), "the peer")
+    for frame in (rows(0), Frame(1, rows(0).entries, [np.empty((0, 3), np.float32)]), rows(5), talk(5), talk(0)):
+        slow.send(frame, WAIT_S)
+        assert same(a.recv(WAIT_S), frame)
+    assert taken == [7] * 5
 
 
 def test_a_peer_that_takes_nothing_breaks_a_send_at_its_deadline(pair):
@@ -328,11 +391,12 @@ def test_a_frame_that_began_may_come_later_than_the_wait_for_one(pair, pool):
     assert same(receiving.result(WAIT_S), rows(5))
 
 
-@pytest.mark.parametrize("end", [1, PREFIX.size - 1, PREFIX.size, PREFIX.size + 1, -1])
-def test_silence_or_the_end_in_the_middle_of_a_frame_is_an_error(pair, monkeypatch, end):
+@pytest.mark.parametrize("frame", [rows(5), talk(5)], ids=["plain", "general"])
+@pytest.mark.parametrize("end", [1, PREFIX.size - 1, PREFIX.size, PREFIX.size + 1, 127, 128, 129, -1])
+def test_silence_or_the_end_in_the_middle_of_a_frame_is_an_error(pair, monkeypatch, frame, end):
     monkeypatch.setattr(lanes, "STALL_S", SHORT_S)
     a, b = pair
-    b._sock.sendall(packet(rows(5))[:end])
+    b._sock.sendall(packet(frame)[:end])
     with pytest.raises(LaneError, match="rest of a frame from the peer: it has stopped taking part"):
         a.recv(WAIT_S)
     b.close()
@@ -355,10 +419,14 @@ def test_the_end_is_an_error_for_both_calls_and_comes_after_what_was_sent(pair):
 @pytest.mark.parametrize(
     "prefix",
     [
-        PREFIX.pack(MAGIC ^ 1, 64, 0),
-        PREFIX.pack(MAGIC, MAX_HEADER_BYTES + 1, 0),
-        PREFIX.pack(MAGIC, 64, MAX_BODY_BYTES + 1),
-        PREFIX.pack(MAGIC, 2**32 - 1, 2**64 - 1),
+        PREFIX.pack(GENERAL ^ 1, 64, 0, 0, 1),
+        PREFIX.pack(GENERAL, MAX_HEAD_BYTES + 1, 0, 0, 1),
+        PREFIX.pack(GENERAL, 64, 0, MAX_BODY_BYTES + 1, 1),
+        PREFIX.pack(GENERAL, 2**32 - 1, 0, 2**63 - 1, 1),
+        PREFIX.pack(GENERAL, 64, 0, -64, 1),
+        PREFIX.pack(PLAIN, 128, 0, MAX_BODY_BYTES + 1, 1),
+        PREFIX.pack(PLAIN, 192, 0, MAX_BODY_BYTES, 1),
+        PREFIX.pack(PLAIN, MAX_HEAD_BYTES, 0, 0, 1),
         b"\x80\x04\x95".ljust(PREFIX.size, b"\0"),
     ],
 )
@@ -371,11 +439,13 @@ def test_what_is_no_frame_is_an_error_before_anything_is_allocated_for_it(pair, 
     assert len(a._buffer) == before
 
 
-def test_a_malformed_header_is_an_error(pair):
+@pytest.mark.parametrize("kind, head", [(GENERAL, 0), (GENERAL, 32), (GENERAL, 64), (GENERAL, 128), (PLAIN, 128)])
+def test_a_malformed_head_is_an_error_again_and_again(pair, kind, head):
     a, b = pair
-    b._sock.sendall(PREFIX.pack(MAGIC, 1, 0) + b"\xc1".ljust(frames.ALIGN, b"\0"))
-    with pytest.raises(LaneError, match="malformed"):
-        a.recv(WAIT_S)
+    b._sock.sendall(PREFIX.pack(kind, head, 0, 128 - head, 1) + b"\xff" * 96 + packet(rows(1)))
+    for _ in range(3):
+        with pytest.raises(LaneError, match="malformed"):
+            a.recv(WAIT_S)
 
 
 @pytest.mark.parametrize(
@@ -430,3 +500,43 @@ def test_no_byte_is_lost_however_often_a_handler_raises_in_the_middle_of_a_frame
     assert interruptions > 10
     b._sock.sendall(data[-64:])
     assert same(a.recv(WAIT_S), frame)
+
+
+def after_call(number, call):
+    """A call in which, after its `number`-th call into C, a handler raises: what it returns, and whether it raised."""
+    left = itertools.count(number, -1)
+
+    def profile(at, event, what):
+        if event == "c_return" and next(left) == 0:
+            sys.setprofile(None)
+            raise Interrupted
+
+    sys.setprofile(profile)
+    try:
+        return call(), False
+    except Interrupted:
+        return None, True
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.parametrize("first, second", [(rows(2), rows(3)), (talk(2), rows(30_000)), (rows(30_000), talk(3))])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "apart"])
+def test_wherever_a_handler_raises_in_a_receive_the_next_one_goes_on(pair, pool, first, second, together):
+    """Not one point is left to chance: a handler raises after each single call that a receive makes, in turn."""
+    a, b = pair
+    data, rest = (packet(first) + packet(second), b"") if together else (packet(first), packet(second))
+    for number in itertools.count(1):
+        sending = pool.submit(b._sock.sendall, data)
+        assert same(a.recv(WAIT_S), first)
+        sending.result(WAIT_S)
+        sending = pool.submit(b._sock.sendall, rest)
+        got, interrupted = after_call(number, lambda: a.recv(WAIT_S))
+        for option, kept in ((socket.SO_RCVTIMEO, a._recv_timeout), (socket.SO_SNDTIMEO, a._send_timeout)):
+            set_in_kernel = a._sock.getsockopt(socket.SOL_SOCKET, option, 16)
+            assert set_in_kernel == (bytes(16) if math.isnan(kept) else lanes._timeval(kept))
+        assert same(got or a.recv(WAIT_S), second)
+        sending.result(WAIT_S)
+        if not interrupted:
+            break
+    assert number > 2

@@ -117,24 +117,31 @@ class StageWorker:
             try:
                 if frame.notes and frame.fault(i) is not None:
                     self._pass_tombstone(frame, i)
+                elif steps and _has_step(steps, entry.session):
+                    raise StageError(
+                        f"{self.spec}: session {entry.session} has a step in this frame already: one a frame is allowed"
+                    )
                 elif entry.op != STEP:
-                    self._control(frame, i, steps)
+                    self._control(frame, i)
                 elif (session := self._admit(frame, i, entry, end <= len(x))) is not None:
                     steps.append((i, entry, session, start))
-                    rows += entry.rows
+                    rows += end - start
             except MemraError as error:
                 self._bury(frame, i, error)
             except Exception as error:
                 log.exception("%s: an entry failed", self.spec)
                 self._bury(frame, i, error)
             start = end
-        if steps and rows != len(x):
-            x = np.concatenate([x[at : at + entry.rows] for _, entry, _, at in steps])
-        frame.arrays = self._run(frame, steps, x) if steps else []
-        frame.hops += 1
         counters = self.counters
-        counters.steps += 1
-        counters.rows += rows
+        if steps:
+            if rows != len(x):
+                x = np.concatenate([x[at : at + entry.rows] for _, entry, _, at in steps])
+            frame.arrays = self._run(frame, steps, x)
+            counters.steps += 1
+            counters.rows += rows
+        else:
+            frame.arrays = []
+        frame.hops += 1
         counters.compute_s += time.perf_counter() - started
 
     def stats(self) -> dict[str, Any]:
@@ -189,12 +196,12 @@ class StageWorker:
         if session.fault is not None:
             frame.bury(i, session.fault)
 
-    def _control(self, frame: Frame, i: int, steps: Sequence[_Step]) -> None:
+    def _control(self, frame: Frame, i: int) -> None:
         """Applies an entry that has no rows."""
         entry = frame.entries[i]
         self._require_epoch(entry)
-        if any(step.session == entry.session for _, step, _, _ in steps):
-            raise StageError(f"{self.spec}: session {entry.session} has a step in this frame already: one a frame is allowed")
+        if entry.rows:
+            raise StageError(f"{self.spec}: an entry of op {entry.op} with {entry.rows} rows: only a step has rows")
         match entry.op:
             case frames.OPEN:
                 self._open(entry.session, frame.notes.get(i, {}))
@@ -270,13 +277,17 @@ class StageWorker:
 
     def _pass_tombstone(self, frame: Frame, i: int) -> None:
         """A tombstone takes its session's turn if it is its turn in every respect: no other entry changes a session."""
-        entry = frame.entries[i]
+        entry = frame.entries[i] = frame.entries[i]._replace(rows=0)
         session = self.sessions.get(entry.session)
         if session is None or entry.op != STEP:
             return
         if (entry.epoch, entry.seq, entry.base_len) == (self.epoch, session.seq, session.cache.pos):
             session.seq += 1
             session.fault = frame.fault(i)
+
+
+def _has_step(steps: Sequence[_Step], session: int) -> bool:
+    return any(step.session == session for _, step, _, _ in steps)
 
 
 def _answers(batch: StepBatch, steps: Sequence[_Step], logits: Array) -> list[Array]:

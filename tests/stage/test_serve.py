@@ -11,7 +11,7 @@ from toy_stage import CFG, closing, expected_logits, frame, opening, step, token
 
 from memra_pp.errors import LaneError
 from memra_pp.stage import serve
-from memra_pp.stage.frames import Entry, Frame
+from memra_pp.stage.frames import OPS, PING, STATS, STEP, STOP, Entry, Frame
 from memra_pp.stage.lanes import Lane
 from memra_pp.stage.serve import question, serve_control, serve_frames
 
@@ -33,8 +33,8 @@ class Served:
     def ask(self, op):
         self.control.send(question(op, 5), WAIT_S)
         answer = self.control.recv(WAIT_S)
-        assert answer.id == 5
-        return answer.entries[0].acks
+        assert answer.id == 5 and answer.entries == [Entry(op, 0, 0, 0)]
+        return answer.notes
 
     def close(self):
         self.stop.set()
@@ -62,30 +62,38 @@ def test_frames_go_through_in_order(served):
         served.up.send(one, WAIT_S)
     for number in range(len(sent)):
         reply = served.down.recv(WAIT_S)
-        assert reply.id == number and reply.entries[0].fault is None
+        assert reply.id == number and reply.fault(0) is None and reply.hops == 1
+        assert len(reply.arrays) == (reply.entries[0].op == STEP)
         if reply.arrays:
             assert (reply.arrays[0] == expected_logits([number])).all()
-    assert served.worker.counters.rows == 8 and served.worker.counters.wait_s > 0
+    assert served.worker.counters.rows == 8 and served.worker.stats()["wait_s"] > 0
 
 
 def test_ping_and_stats_are_answered_while_frames_are_idle(served):
     served.up.send(frame(opening(1)), WAIT_S)
     served.down.recv(WAIT_S)
-    assert served.ask("ping") == [None]
-    (stats,) = served.ask("stats")
+    assert served.ask(PING) == {}
+    stats = served.ask(STATS)[0]["answer"]
     assert stats["sessions"] == 1 and stats["allocated_bytes"] == served.worker.device.allocated_bytes > 0
-    assert served.ask("whatever") == [None]
+    assert served.ask(len(OPS)) == {}
 
 
 def test_a_control_frame_may_hold_any_number_of_entries(served):
     served.control.send(Frame(5, []), WAIT_S)
     assert served.control.recv(WAIT_S).entries == []
-    served.control.send(Frame(6, [Entry("ping", 0, 0, 0), Entry("stats", 0, 0, 0)]), WAIT_S)
-    assert served.control.recv(WAIT_S).entries[1].acks[0]["stage"] == 0
+    served.control.send(Frame(6, [Entry(PING, 0, 0, 0), Entry(STATS, 0, 0, 0)], notes={1: {"answer": "old"}}), WAIT_S)
+    reply = served.control.recv(WAIT_S)
+    assert set(reply.notes) == {1} and reply.notes[1]["answer"]["stage"] == 0
+
+
+def test_a_control_frame_of_the_plain_form_is_answered_too(served):
+    for op in (PING, STATS):
+        served.control.send(Frame(5, [Entry(op, 0, 0, 0)], tokens(1)), WAIT_S)
+        assert served.control.recv(WAIT_S).notes.keys() == ({0} if op == STATS else set())
 
 
 def test_stop_ends_both_loops_without_an_error(served):
-    served.control.send(question("stop", 1), WAIT_S)
+    served.control.send(question(STOP, 1), WAIT_S)
     assert served.controls.result(WAIT_S) is None and served.frames.result(WAIT_S) is None
 
 
@@ -103,13 +111,20 @@ def test_a_lost_neighbour_ends_the_stage_and_its_control_lane_says_so(served, ne
         served.frames.result(WAIT_S)
     assert served.stop.is_set()
     with pytest.raises(LaneError):
-        while served.ask("ping"):
-            pass
+        while True:
+            served.ask(PING)
 
 
 def test_junk_on_the_control_lane_ends_the_stage(served):
     served.control._sock.sendall(b"\xff" * 4096)
     assert served.controls.result(WAIT_S) is None and served.frames.result(WAIT_S) is None
+
+
+def test_junk_from_upstream_ends_the_stage(served):
+    served.up._sock.sendall(b"\xff" * 4096)
+    with pytest.raises(LaneError, match="a frame of"):
+        served.frames.result(WAIT_S)
+    assert served.stop.is_set()
 
 
 def test_a_silent_driver_ends_the_stage(monkeypatch):
@@ -126,5 +141,5 @@ def test_a_silent_driver_ends_the_stage(monkeypatch):
 def test_a_fault_of_the_model_does_not_end_the_stage(served):
     served.worker.model.on_forward = lambda y: y.no_such_thing
     served.up.send(frame(opening(1), step(1, 1, 0, 1), arrays=tokens(3)), WAIT_S)
-    assert served.down.recv(WAIT_S).entries[1].fault[1] == "AttributeError"
-    assert served.ask("stats")[0]["faults"] == 1 and not served.stop.is_set()
+    assert served.down.recv(WAIT_S).fault(1)[1] == "AttributeError"
+    assert served.ask(STATS)[0]["answer"]["faults"] == 1 and not served.stop.is_set()

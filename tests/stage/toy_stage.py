@@ -7,7 +7,8 @@ import numpy as np
 from memra_pp.cache import KvPolicy
 from memra_pp.config import KvPlan, ModelConfig, RecurrentPlan
 from memra_pp.kernels import CpuDev, append
-from memra_pp.stage.frames import Entry, Frame
+from memra_pp.stage import frames
+from memra_pp.stage.frames import CLOSE, OPEN, Entry, Frame
 from memra_pp.stage.spec import StageSpec
 from memra_pp.stage.worker import StageWorker
 
@@ -60,21 +61,28 @@ def worker(stage=0, fence=FENCE, budget_bytes=1 << 24, max_rows=64):
     return made
 
 
-def opening(session, epoch=1, **changes):
-    return Entry("open", session, 0, epoch, args=ARGS | changes)
+def opening(session, epoch=1):
+    return Entry(OPEN, session, 0, epoch)
+
+
+def asking(**changes):
+    """The note of an open."""
+    return {"args": ARGS | changes, "bytes": []}
 
 
 def step(session, seq, base_len, rows, logits="none", want="logits", epoch=1):
-    return Entry("step", session, seq, epoch, base_len, rows, logits, want)
+    return frames.step(session, seq, epoch, base_len, rows, logits, want)
 
 
 def closing(session, epoch=1):
-    return Entry("close", session, 0, epoch)
+    return Entry(CLOSE, session, 0, epoch)
 
 
 def tokens(*ids):
     return [np.array(ids, np.int32)]
 
 
-def frame(*entries, arrays=()):
-    return Frame(1, list(entries), list(arrays))
+def frame(*entries, arrays=(), notes=None):
+    """A frame whose opens ask for `ARGS` where `notes` do not say otherwise."""
+    asked = {i: asking() for i, entry in enumerate(entries) if entry.op == OPEN}
+    return Frame(1, list(entries), list(arrays), asked | (notes or {}))

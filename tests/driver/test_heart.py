@@ -7,18 +7,20 @@ import itertools
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
-from dataclasses import replace
 from queue import Queue
 
+import msgpack
+import numpy as np
 import pytest
 
 from memra_pp.driver import heart as heart_module
 from memra_pp.driver.heart import Heart
 from memra_pp.errors import LaneError, StageError
-from memra_pp.stage.frames import Frame
+from memra_pp.stage.frames import ALIGN, GENERAL, PING, PREFIX, STATS, STOP, Entry, Frame
 from memra_pp.stage.lanes import Lane
 
 WAIT_S = 20.0
@@ -91,8 +93,8 @@ def told(deaths):
 def test_stages_answer_and_stop_when_the_heart_closes(children, deaths):
     with beating(children.lanes, told(deaths)) as heart:
         for _ in range(3):
-            assert heart.ask("stats", WAIT_S) == [{"stage": 0}, {"stage": 1}, {"stage": 2}]
-        assert heart.ask("ping", WAIT_S) == [None] * 3
+            assert heart.ask(STATS, WAIT_S) == [{"stage": 0}, {"stage": 1}, {"stage": 2}]
+        assert heart.ask(PING, WAIT_S) == [None] * 3
         assert not heart._asked and not heart._answers
     assert [process.wait(WAIT_S) for process in children.processes] == [0, 0, 0]
     assert deaths.empty()
@@ -100,12 +102,12 @@ def test_stages_answer_and_stop_when_the_heart_closes(children, deaths):
 
 def test_a_killed_stage_is_named_once_and_questions_fail_at_once(children, deaths):
     with beating(children.lanes, told(deaths)) as heart:
-        heart.ask("ping", WAIT_S)
+        heart.ask(PING, WAIT_S)
         children.processes[1].kill()
         stage, cause = deaths.get(timeout=WAIT_S)
         assert stage == 1 and "stage 1" in cause
         with pytest.raises(StageError, match="stage 1"):
-            heart.ask("stats", 10 * WAIT_S)
+            heart.ask(STATS, 10 * WAIT_S)
         assert not heart._asked and not heart._answers
         children.processes[0].kill()
         assert deaths.get(timeout=WAIT_S)[0] == 0
@@ -114,28 +116,28 @@ def test_a_killed_stage_is_named_once_and_questions_fail_at_once(children, death
 
 def test_a_stopped_stage_is_named_by_its_silence(children, deaths, quick, monkeypatch):
     with beating(children.lanes, told(deaths)) as heart:
-        heart.ask("ping", WAIT_S)
+        heart.ask(PING, WAIT_S)
         os.kill(children.processes[2].pid, signal.SIGSTOP)
         monkeypatch.setattr(heart_module, "DEATH_S", 1.0)
         stage, cause = deaths.get(timeout=WAIT_S)
         assert stage == 2 and "silent" in cause
         with pytest.raises(StageError, match="stage 2 is gone: silent"):
-            heart.ask("stats", 10 * WAIT_S)
+            heart.ask(STATS, 10 * WAIT_S)
 
 
 def test_a_question_waits_no_longer_than_a_stage_lives(children, deaths):
     with beating(children.lanes, told(deaths)) as heart:
-        heart.ask("ping", WAIT_S)
+        heart.ask(PING, WAIT_S)
         os.kill(children.processes[1].pid, signal.SIGSTOP)
         threading.Timer(0.1, children.processes[1].kill).start()
         with pytest.raises(StageError, match="stage 1"):
-            heart.ask("stats", 10 * WAIT_S)
+            heart.ask(STATS, 10 * WAIT_S)
 
 
 def test_a_question_that_is_not_answered_in_time_names_who_did_not(deaths):
     with stages_in_threads(answer, lambda lane, frame: None) as lanes, beating(lanes, told(deaths)) as heart:
-        with pytest.raises(StageError, match=r"no answer to 'ping' within 1 s from stage 1$"):
-            heart.ask("ping", 0.6)
+        with pytest.raises(StageError, match=r"no answer to ping within 1 s from stage 1$"):
+            heart.ask(PING, 0.6)
         assert not heart._asked and not heart._answers
 
 
@@ -164,10 +166,12 @@ def play_until_closed(lane, play):
                 play(lane, frame)
 
 
+def answered(frame):
+    return Frame(frame.id, frame.entries, notes={i: {"answer": entry.op} for i, entry in enumerate(frame.entries)})
+
+
 def answer(lane, frame):
-    for entry in frame.entries:
-        entry.acks.append(entry.op)
-    lane.send(frame, WAIT_S)
+    lane.send(answered(frame), WAIT_S)
 
 
 def junk(lane, frame):
@@ -179,8 +183,23 @@ def hollow(lane, frame):
     lane.send(Frame(frame.id, []), WAIT_S)
 
 
-def unacked(lane, frame):
+def unanswered(lane, frame):
     lane.send(frame, WAIT_S)
+
+
+def noted(*notes):
+    """Answers with notes of each kind in turn."""
+    kinds = itertools.cycle(notes)
+
+    def play(lane, frame):
+        lane.send(Frame(frame.id, [*frame.entries, Entry(STOP, 9, 9, 9)], notes=next(kinds)), WAIT_S)
+
+    return play
+
+
+def laden(lane, frame):
+    """One entry with one array: of the form that a step has."""
+    lane.send(Frame(frame.id, frame.entries, [np.ones(3, np.float32)]), WAIT_S)
 
 
 def stray(lane, frame):
@@ -189,17 +208,37 @@ def stray(lane, frame):
     answer(lane, frame)
 
 
-@pytest.mark.parametrize("play", [hollow, unacked, stray])
+ODD_NOTES = noted({0: {}}, {1: {"answer": 1}}, {0: {"answer": None}}, {0: {"answer": [{}]}}, {0: {"fault": [0, "A", "b"]}}, {})
+
+
+@pytest.mark.parametrize("play", [hollow, unanswered, stray, ODD_NOTES, laden])
 def test_odd_answers_do_not_stop_the_heart(play, deaths, quick):
     with stages_in_threads(play, answer) as lanes, beating(lanes, told(deaths)) as heart:
-        with contextlib.suppress(StageError):
-            assert heart.ask("stats", 0.2)[1] == "stats"
+        assert heart.ask(STATS, WAIT_S)[1] == STATS
+        assert len([heart.ask(PING, WAIT_S) for _ in range(12)]) == 12 and deaths.empty()
         lanes[1]._sock.shutdown(socket.SHUT_RDWR)
         assert deaths.get(timeout=WAIT_S)[0] == 1 and heart._thread.is_alive()
 
 
-def test_junk_is_a_death(deaths):
-    with stages_in_threads(junk, answer) as lanes, beating(lanes, told(deaths)):
+def misnoted(notes):
+    """Answers whose notes are what no map of entries to maps is."""
+
+    def play(lane, frame):
+        packed = msgpack.packb(notes)
+        rest = struct.pack("<3I8q", 1, 0, len(packed), *frame.entries[0]) + packed
+        size = PREFIX.size + len(rest)
+        with contextlib.suppress(OSError):
+            lane._sock.sendall(PREFIX.pack(GENERAL, size + -size % ALIGN, 0, 0, frame.id) + rest + bytes(-size % ALIGN))
+
+    return play
+
+
+MISNOTED = [misnoted(notes) for notes in (None, 7, [], {0: None}, {0: []}, {1: {}}, {"0": {}}, {0: {"fault": "x"}})]
+
+
+@pytest.mark.parametrize("play", [junk, *MISNOTED])
+def test_junk_is_a_death(play, deaths):
+    with stages_in_threads(play, answer) as lanes, beating(lanes, told(deaths)):
         assert deaths.get(timeout=WAIT_S)[0] == 0
 
 
@@ -208,7 +247,7 @@ def test_answers_that_come_together_are_all_heard(deaths):
     held = []
 
     def two_at_once_and_never_again(lane, frame):
-        held.append(Frame(frame.id, [replace(e, acks=[e.op]) for e in frame.entries]))
+        held.append(answered(frame))
         if len(held) == 2:
             packet = []
             for one in held:
@@ -216,7 +255,7 @@ def test_answers_that_come_together_are_all_heard(deaths):
             lane._sock.sendall(b"".join(packet))
 
     with stages_in_threads(two_at_once_and_never_again) as lanes, beating(lanes, told(deaths)) as heart:
-        assert heart.ask("stats", 3.0) == ["stats"]
+        assert heart.ask(STATS, 3.0) == [STATS]
 
 
 class Capture:

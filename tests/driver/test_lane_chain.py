@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,7 +19,7 @@ from memra_pp.config import KvPlan, ModelConfig
 from memra_pp.driver import heart, lane_chain
 from memra_pp.driver.lane_chain import LaneChain
 from memra_pp.errors import StageError
-from memra_pp.stage.frames import Entry
+from memra_pp.stage.frames import OPEN, OPS, PING, Entry, step
 from memra_pp.stage.lanes import Lane
 from memra_pp.stage.spec import StageSpec
 
@@ -27,7 +28,10 @@ STAGES = 3
 CFG = ModelConfig("toy", STAGES, 32, 40, 64, (KvPlan(1, 32, 32),) * STAGES)
 SPECS = [StageSpec("toy", CFG, tuple(range(STAGES + 1)), s, KvPolicy(), 1, 8) for s in range(STAGES)]
 
-CHILD = """
+HOLD = len(OPS)
+CHILD = (
+    f"HOLD = {HOLD}"
+    + """
 import socket, sys, threading
 from types import SimpleNamespace
 from memra_pp.stage.lanes import Lane
@@ -35,16 +39,16 @@ from memra_pp.stage.serve import serve_control, serve_frames
 stage, up, down, control = map(int, sys.argv[1:])
 
 def apply(frame):
-    if frame.entries[0].op == "hold":
-        entry = frame.entries[0]
-        if entry.session == stage:
-            print("holding", flush=True)
-            sys.stdin.readline()
-    for entry in frame.entries:
-        entry.acks.append(stage)
+    entry = frame.entries[0]
+    if entry.op == HOLD and entry.session == stage:
+        print("holding", flush=True)
+        sys.stdin.readline()
+    frame.arrays = [a * 10 + stage for a in frame.arrays]
+    for note in frame.notes.values():
+        note["bytes"].append(stage)
+    frame.hops += 1
 
-counters = SimpleNamespace(wait_s=0.0)
-worker = SimpleNamespace(spec=f"stage {stage}", stats=lambda: {"stage": stage}, apply=apply, counters=counters)
+worker = SimpleNamespace(spec=f"stage {stage}", stats=lambda: {"stage": stage}, apply=apply)
 up, down, control = (Lane(socket.socket(fileno=fd), "a neighbour") for fd in (up, down, control))
 stop = threading.Event()
 thread = threading.Thread(target=serve_control, args=(worker, control, stop))
@@ -56,10 +60,12 @@ finally:
     down.close()
     thread.join()
 """
+)
 
 
 class Stages:
-    """A chain of processes that echo rows and ack with their number; a `hold` entry waits for a line on one's input."""
+    """A chain of processes that write their number behind each row and into a note; a `HOLD` entry waits for a line on one's
+    input."""
 
     def __init__(self, autopsy=lambda: None):
         pairs = [socket.socketpair() for _ in range(STAGES + 1)]
@@ -75,13 +81,13 @@ class Stages:
         for sock in (*(b for _, b in pairs[:-1]), *(a for a, _ in pairs[1:]), *(b for _, b in controls)):
             sock.close()
         self.chain = LaneChain(SPECS, [1] * STAGES, out, back, control, autopsy, self.on_close)
-        self.chain.roundtrip([Entry("ping", 0, 0, 1)], [], WAIT_S)
+        self.chain.roundtrip(Entry(PING, 0, 0, 1), [], WAIT_S)
 
     def on_close(self):
         self.closed += 1
 
     def hold(self, stage, timeout=10 * WAIT_S):
-        return self.chain.roundtrip([Entry("hold", stage, 0, 1)], [], timeout)
+        return self.chain.roundtrip(Entry(HOLD, stage, 0, 1), [], timeout)
 
     def holding(self, stage):
         assert self.processes[stage].stdout.readline() == b"holding\n"
@@ -120,14 +126,20 @@ def pool():
 
 
 def echo(chain, n):
-    reply = chain.roundtrip([Entry("step", 1, n, 1)], [np.full(n, n, np.int32)], WAIT_S)
-    assert reply.entries[0].acks == [*range(STAGES)] and reply.entries[0].seq == n
+    """A step of `n` rows; the numbers of the stages stand behind each row in the order in which they had it."""
+    entry = step(1, n, 1, 0, n)
+    reply = chain.roundtrip(entry, [np.full(n, n, np.int32)], WAIT_S)
+    assert reply.entries == [entry] and reply.hops == STAGES and not reply.notes
+    assert len(reply.arrays) == 1 and (reply.arrays[0] == np.full(n, n * 1000 + 12)).all()
     return reply
 
 
 def test_frames_pass_every_stage_and_answers_are_the_callers_own(stages):
     replies = [echo(stages.chain, n) for n in range(1, 6)]
-    assert all((reply.arrays == np.full(n, n)).all() for n, reply in enumerate(replies, start=1))
+    assert all((reply.arrays[0] == np.full(n, n * 1000 + 12)).all() for n, reply in enumerate(replies, start=1))
+    for note in ({"args": {"ctx": 8}, "bytes": []}, {"bytes": []}):
+        reply = stages.chain.roundtrip(Entry(OPEN, 1, 0, 1), [], WAIT_S, note)
+        assert reply.notes == {0: note | {"bytes": [*range(STAGES)]}} and reply.hops == STAGES and not reply.arrays
     assert stages.chain.stats() == [{"stage": s} for s in range(STAGES)] and not stages.chain.failed
 
 
@@ -185,12 +197,22 @@ class Interrupted(Exception):
     """What a signal handler raises."""
 
 
+def waits_for_an_answer():
+    """Whether the main thread has left the send of its step behind."""
+    at = sys._current_frames()[threading.main_thread().ident]
+    while at is not None and at.f_code is not Lane.recv.__code__:
+        at = at.f_back
+    return at is not None
+
+
 def test_the_late_answer_of_an_interrupted_step_is_skipped_by_the_next(stages, pool):
     def handler(number, at):
         raise Interrupted
 
     def interrupt():
         stages.holding(1)
+        while not waits_for_an_answer():
+            time.sleep(0.001)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, handler)

@@ -64,7 +64,7 @@ _Step = tuple[int, Entry, StageSession, int]
 
 @dataclass
 class StageWorker:
-    """Applies frames to one stage's sessions, in order, and answers with each entry's ack."""
+    """Applies frames to one stage's sessions, in order, and answers each entry."""
 
     spec: StageSpec
     model: StageModel
@@ -104,7 +104,7 @@ class StageWorker:
         return budget
 
     def apply(self, frame: Frame) -> None:
-        """Applies a frame in place: its rows become this stage's, its entries gain this stage's acks.
+        """Applies a frame in place: its rows become this stage's, its notes gain what this stage has to say.
 
         Nothing is raised for a bad or failed entry: it travels on as a tombstone, and the others are not touched.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -48,6 +49,7 @@ class LaneChain(Chain):
         self._failed = threading.Event()
         self._closed = False
         self._heart = Heart(control, self._stage_died)
+        atexit.register(self.close)  # for a pipeline that nobody closes
 
     @property
     def failed(self) -> bool:
@@ -77,6 +79,7 @@ class LaneChain(Chain):
         if self._closed:
             return
         self._closed = True
+        atexit.unregister(self.close)
         self._heart.close()
         self._out.close()
         self._back.close()

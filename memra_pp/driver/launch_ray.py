@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
 import secrets
 import shutil
 import signal
+import socket
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ STOP_S = 5.0
 OBJECT_STORE_BYTES = 100 << 20
 MAX_PARENT_BYTES = 24
 EXIT_POLL_S = 0.02
+CONNECT_S = 5.0
 
 log = logging.getLogger(__name__)
 
@@ -50,12 +51,16 @@ class _Runtime:
         self._environ: dict[str, str] = {}
 
     def acquire(self, stages: int) -> None:
+        """Raises StageError if Ray can be neither joined nor started."""
         with self._lock:
             if not ray.is_initialized():
-                if "RAY_ADDRESS" in os.environ:
-                    ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
-                else:
-                    self._start(stages)
+                try:
+                    if address := os.environ.get("RAY_ADDRESS"):
+                        self._join(address)
+                    else:
+                        self._start(stages)
+                except (RuntimeError, ValueError, OSError, RayError) as error:
+                    raise StageError(f"Ray did not start: {error}") from error
             self._users += 1
 
     def release(self) -> None:
@@ -64,20 +69,25 @@ class _Runtime:
             if self._home is not None and self._users == 0:
                 self._stop()
 
+    def _join(self, address: str) -> None:
+        """Joins a running cluster. Ray would try an address where nobody listens for minutes."""
+        host, _, port = address.rpartition(":")
+        if port.isdigit():
+            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+
     def _start(self, stages: int) -> None:
         """One node on loopback, no dashboard, a small object store, workers at normal priority."""
         self._home = home = private_dir()
-        self._environ = {
-            name: value
-            for name, value in {
-                "RAY_AUTH_TOKEN": secrets.token_hex(KEY_BYTES),
-                ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-                "RAY_worker_niceness": "0",
-                "RAY_USAGE_STATS_ENABLED": "0",
-            }.items()
-            if name not in os.environ
-        }
-        os.environ.update(self._environ)
+        self._environ = dict(os.environ)
+        for name, value in {
+            "RAY_AUTH_TOKEN": secrets.token_hex(KEY_BYTES),
+            ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
+            "RAY_worker_niceness": "0",
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }.items():
+            os.environ.setdefault(name, value)
+        _forget_token()
         # The one switch that makes Ray listen on loopback alone. Ray reads the variable when it is imported, which may
         # have been before this.
         ray_constants.ENABLE_RAY_CLUSTER = False
@@ -97,11 +107,37 @@ class _Runtime:
     def _stop(self) -> None:
         ray.shutdown()
         ray_constants.ENABLE_RAY_CLUSTER = True
-        for name in self._environ:
-            os.environ.pop(name, None)
+        for name in [name for name in os.environ if name.startswith("RAY_") and name not in self._environ]:
+            del os.environ[name]
+        _forget_token()
         if self._home is not None:
             remove_dir(self._home)
             self._home = None
+
+
+def _forget_token() -> None:
+    """Makes Ray look for its token again: it keeps the first that this process has used, be it a cluster's that is gone."""
+    loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)
+    if loader is not None:
+        loader.instance().reset_cache()
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """Holds back SIGINT and SIGTERM, which in the middle of Ray's start or end would leave its processes behind, and restores
+    the handlers, which Ray replaces. Only a main thread has any."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {s: signal.signal(s, lambda number, frame: came.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
 
 
 def private_dir() -> str:
@@ -153,13 +189,13 @@ class _Launch:
         self._lanes: list[Lane] = []
         self._listener: Listener | None = None
         self._acquired = False
-        atexit.register(self.close)
 
     def run(self) -> LaneChain:
         steps = len(self._specs) + 2
         self._progress("starting Ray", 0, steps)
-        _runtime.acquire(len(self._specs))
-        self._acquired = True
+        with deferred_signals():
+            _runtime.acquire(len(self._specs))
+            self._acquired = True
         self._place()
         self._progress("loading stages", 1, steps)
         addresses = self._load(steps)
@@ -178,6 +214,8 @@ class _Launch:
 
     def autopsy(self) -> str | None:
         """Which stage's serving ended, and why: the first that did not merely lose its neighbour."""
+        if not ray.is_initialized():
+            return None
         ended, _ = ray.wait(self._serving, num_returns=len(self._serving), timeout=0)
         causes: list[str] = []
         for spec, ref in zip(self._specs, self._serving, strict=True):
@@ -193,25 +231,28 @@ class _Launch:
         return causes[0] if causes else None
 
     def close(self) -> None:
-        """Ends the actors and everything started for them; the interpreter's end does it for a pipeline nobody closed."""
-        atexit.unregister(self.close)
+        """Ends the actors and everything started for them, also when Ray was shut down under them."""
         for lane in self._lanes:
             lane.close()
         if self._listener is not None:
             self._listener.close()
-        if self._acquired:
-            self._acquired = False
+        try:
+            if self._acquired and ray.is_initialized():
+                self._end_actors()
+        finally:
+            with deferred_signals():
+                if self._acquired:
+                    self._acquired = False
+                    _runtime.release()
+                remove_dir(self._dir)
+
+    def _end_actors(self) -> None:
+        """Ends the actors and waits until this node's are gone; one that will not go (a stopped one, say) is killed."""
+        with contextlib.suppress(RayError, ValueError):  # a ValueError: these references are of a Ray that was shut down
             if self._serving:
                 ray.wait(self._serving, num_returns=len(self._serving), timeout=STOP_S)
             for actor in self._actors:
-                with contextlib.suppress(RayError):
-                    ray.kill(actor, no_restart=True)
-            self._await_exits()
-            _runtime.release()
-        remove_dir(self._dir)
-
-    def _await_exits(self) -> None:
-        """Waits until this node's actors are gone; one that will not go (a stopped one, say) is killed."""
+                ray.kill(actor, no_restart=True)
         here = ray.get_runtime_context().get_node_id()
         pids = [w["pid"] for w in self._where if w["node"] == here]
         deadline = time.monotonic() + STOP_S

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from .cache import KvPolicy
+from .cache.formats import K_CHOICES, V_CHOICES
 from .config import ModelConfig
-from .driver.launch import fence_for, launch
+from .driver.launch import fence_for, launch, model_path
 from .driver.pipeline import Pipeline
 from .driver.session import checked_prompt
 from .errors import ConfigError, InputError, MemraError
@@ -35,7 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"memra-pp: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
+        return 1
+    except OSError as error:
+        _drop_stdout()
+        print(f"memra-pp: error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("memra-pp: interrupted", file=sys.stderr)
@@ -43,8 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all of the command's are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"memra-pp: error: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="memra-pp", description="The pipeline-parallel cache runtime.")
+    parser = _Parser(prog="memra-pp", description="The pipeline-parallel cache runtime.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="continue a text, and report on every stage")
     run.add_argument("model", nargs="?", help="a GGUF file or a model directory (default: the demo weights)")
@@ -52,11 +64,11 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--stages", type=int, help="pipeline stages, cut evenly (default: 1, or MEMRA_PP_STAGES)")
     run.add_argument("--cuts", type=_cuts, help="first layer of every stage after the first, such as 6,12")
     run.add_argument("--backend", default="ray", choices=("ray", "local"), help="Ray actors, or all in this process")
-    run.add_argument("--max-new", type=int, default=64, help="most tokens to generate (default: 64)")
+    run.add_argument("--max-new", type=_count, default=64, help="most tokens to generate (default: 64)")
     run.add_argument("--max-ctx", type=int, help="longest context in tokens (default: the model's)")
     run.add_argument("--threads", type=int, help="kernel threads a stage (default: the cores shared out)")
-    run.add_argument("--kv-k", help="K format (default: MEMRA_KV_K or q8_0)")
-    run.add_argument("--kv-v", help="V format (default: MEMRA_KV_V or q5_1)")
+    run.add_argument("--kv-k", choices=K_CHOICES, help="K format (default: MEMRA_KV_K or q8_0)")
+    run.add_argument("--kv-v", choices=V_CHOICES, help="V format (default: MEMRA_KV_V or q5_1)")
     run.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
     run.set_defaults(run=_run)
     return parser
@@ -95,13 +107,16 @@ def _generate(pipe: Pipeline, tokenizer: Tokenizer, ids: list[int], args: argpar
     if not args.json:
         print(args.prompt, end="", flush=True)
     times = [time.perf_counter()]
-    with pipe.open(ids, max_new_tokens=args.max_new) as session:
-        for token in session.generate(args.max_new, tokenizer.eos_ids):
-            times.append(time.perf_counter())
-            tokens.append(token)
-            text += _emit(stream.push(token), args.json)
-        text += _emit(stream.flush(), args.json)
-        stats = pipe.stats()
+    try:
+        with pipe.open(ids, max_new_tokens=args.max_new) as session:
+            for token in session.generate(args.max_new, tokenizer.eos_ids):
+                times.append(time.perf_counter())
+                tokens.append(token)
+                text += _emit(stream.push(token), args.json)
+            text += _emit(stream.flush(), args.json)
+            stats = pipe.stats()
+    finally:
+        _emit("\n", args.json)
     return {
         "text": text,
         "prompt_tokens": len(ids),
@@ -136,18 +151,17 @@ def _table(report: dict[str, Any]) -> str:
     ]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
-    return "\n\n" + "\n".join(lines) + "\n" + _summary(report)
+    return "\n" + "\n".join(lines) + "\n" + _summary(report)
 
 
 def _summary(report: dict[str, Any]) -> str:
-    k, v = report["kv"]
     count = len(report["tokens"])
     parts = [f"{count} token{'' if count == 1 else 's'}"]
     if report["first_token_s"] is not None:
         parts.append(f"the first after {report['first_token_s']:.2f} s")
     if report["tokens_per_s"] is not None:
         parts.append(f"then {report['tokens_per_s']:.1f} tok/s")
-    return ", ".join([*parts, f"K {k}, V {v}", f"loaded in {report['load_s']:.1f} s"])
+    return ", ".join([*parts, f"K/V {', '.join(report['kv'])}", f"loaded in {report['load_s']:.1f} s"])
 
 
 class _Progress:
@@ -172,9 +186,7 @@ def _encoded(model: Path, args: argparse.Namespace) -> tuple[list[int], Tokenize
     """The prompt's ids. It, the model and the cuts are checked before anything is started."""
     if not args.prompt:
         raise InputError("the prompt is empty: give --prompt some text")
-    if not model.exists():
-        raise ConfigError(f"no such model: {model}; pass a GGUF file or a directory with config.json and *.safetensors")
-    cfg = ModelConfig.from_path(model)
+    cfg = ModelConfig.from_path(model_path(model))
     fence_for(cfg, args.stages, args.cuts)
     tokenizer = load_tokenizer(model)
     ids = tokenizer.encode(args.prompt)
@@ -186,11 +198,17 @@ def _with_formats(kv_k: str | None, kv_v: str | None) -> dict[str, str]:
     return {**os.environ, **{name: value for name, value in given.items() if value is not None}}
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > 12:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r}: a number, 0 or more")
+    return int(text)
+
+
 def _cuts(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: layers separated by commas, such as 6,12") from None
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: layers separated by commas, such as 6,12") from None
 
 
 def demo_weights() -> Path:
@@ -208,6 +226,11 @@ def demo_weights() -> Path:
         partial = Path(demo.assemble(path.with_suffix(".partial"), overwrite=True))
         partial.replace(path)
     return path
+
+
+def _drop_stdout() -> None:
+    """What is buffered for an output that takes no more is not tried again at the interpreter's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _terminated(signum: int, frame: object) -> NoReturn:

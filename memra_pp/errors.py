@@ -1,4 +1,12 @@
-"""Every error that memra_pp raises. Each message says what was wrong, the value, what was allowed and what to do next."""
+"""Every error that memra_pp raises, and the checks of arguments that raise them.
+
+Each message says what was wrong, the value, what was allowed and what to do next.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import SupportsIndex
 
 
 class MemraError(Exception):
@@ -39,3 +47,26 @@ class StageError(MemraError):
 
 class LaneError(StageError):
     """A lane between processes broke: end of file, silence, a bad frame or a failed handshake."""
+
+
+class FrameError(LaneError):
+    """A frame that cannot travel: too long, or holding what no frame carries. Nothing was sent."""
+
+
+def require(ok: bool, error: type[MemraError], name: str, value: object, allowed: str) -> None:
+    """Raises `error`, naming the argument, its value and what is allowed, unless `ok`."""
+    if not ok:
+        raise error(f"{name}={value!r:.80}: it must be {allowed}")
+
+
+def checked_int(error: type[MemraError], name: str, value: SupportsIndex, lo: int, hi: int) -> int:
+    """`value` as a plain int from `lo` to `hi`; a bool, a float or a text is not one.
+
+    Raises:
+        error: it is not; the message names the argument, its value and the bounds.
+    """
+    allowed = f"an integer from {lo} to {hi}"
+    require(hasattr(value, "__index__") and not isinstance(value, bool), error, name, value, allowed)
+    number = operator.index(value)
+    require(lo <= number <= hi, error, name, value, allowed)
+    return number

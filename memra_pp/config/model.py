@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
+
+from ..errors import ConfigError
 
 KvClass: TypeAlias = Literal["ordinary", "gemma4_global", "gemma4_window"]
 RingUse: TypeAlias = Literal["never", "step", "reader"]
@@ -96,7 +99,10 @@ class ModelConfig:
         Raises:
             ConfigError: as those.
         """
-        return cls.from_gguf(path) if str(path).endswith(".gguf") else cls.from_hf(path)
+        suffix = Path(path).suffix
+        if suffix not in ("", ".gguf", ".json", ".safetensors") and not Path(path).is_dir():
+            raise ConfigError(f"{path}: is neither a .gguf file nor a directory with config.json")
+        return cls.from_gguf(path) if suffix == ".gguf" else cls.from_hf(path)
 
     @classmethod
     def from_hf(cls, source: str | PathLike[str] | Mapping[str, Any]) -> ModelConfig:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..errors import StageError
@@ -33,9 +34,19 @@ class Chain(ABC):
         Raises:
             StageError: a stage died or did not answer within `timeout` seconds; the message names it.
         """
-        with self._lock:
+        with self._turn(timeout):
             self.traversals += 1
             return self._roundtrip(Frame(next(self._ids), [entry], arrays, {} if note is None else {0: note}), timeout)
+
+    @contextlib.contextmanager
+    def _turn(self, timeout: float) -> Iterator[None]:
+        """The chain to oneself: other threads' frames go first, for `timeout` seconds at most."""
+        if not self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+            raise StageError(f"the pipeline was busy for {timeout:.0f} s with other threads' steps")
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     @property
     @abstractmethod
@@ -73,9 +84,12 @@ class LocalChain(Chain):
         return frame
 
     def stats(self) -> list[dict[str, Any]]:
+        if not self._workers:
+            raise StageError("this pipeline is closed: launch it again")
         return [worker.stats() for worker in self._workers]
 
     def close(self) -> None:
-        for worker in self._workers:
-            worker.close()
-        self._workers = []
+        with self._lock:
+            for worker in self._workers:
+                worker.close()
+            self._workers = []

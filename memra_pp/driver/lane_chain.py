@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import LaneError, StageError
+from ..errors import FrameError, InputError, LaneError, StageError
 from ..stage.frames import STATS, Frame
 from ..stage.lanes import Lane
 from ..stage.spec import StageSpec
@@ -69,10 +69,14 @@ class LaneChain(Chain):
                 if reply.id == frame.id:
                     reply.arrays = [a.copy() for a in reply.arrays]
                     return reply
+        except FrameError as error:
+            raise InputError(f"this step cannot be sent: {error}") from error
         except LaneError as error:
             raise self._fail(self._cause(error)) from error
 
     def stats(self) -> list[dict[str, Any]]:
+        if self._closed:
+            raise StageError("this pipeline is closed: launch it again")
         return self._heart.ask(STATS, STATS_S)
 
     def close(self) -> None:
@@ -90,7 +94,7 @@ class LaneChain(Chain):
             self._out.send(frame, SEND_S)
         except LaneError:
             raise
-        except BaseException:
+        except BaseException:  # an interrupt: some of the frame may have been sent
             self._fail(StageError("a frame was interrupted while it was sent: launch the pipeline again"))
             raise
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Literal
 from ..cache import PRIME_CHUNK_MAX_TOKENS, KvPolicy
 from ..config import ModelConfig
 from ..config.fence import even_fence, fence_from_cuts, fence_from_env
-from ..errors import ConfigError
+from ..errors import ConfigError, checked_int, require
 from ..models import stage_model_for
 from ..models.protocol import StageModel
 from ..stage.spec import StageSpec
@@ -20,6 +21,7 @@ from .chain import Chain, LocalChain, Progress
 from .pipeline import Pipeline
 
 STEP_S = 300.0
+MAX_STEP_S = 86400.0
 PREFILL_CHUNK = 512
 Backend = Literal["ray", "local"]
 
@@ -61,17 +63,18 @@ def launch(
         ConfigError: a model, fence, policy or option that cannot be used; nothing was started.
         StageError: a stage could not be started; nothing is left running.
     """
-    path = _model_path(model)
+    path = model_path(model)
     cfg = ModelConfig.from_path(path)
     cfg = cfg if mtp else cfg.without_mtp()
     fence = fence_for(cfg, stages, cuts)
     n = len(fence) - 1
     policy = KvPolicy.from_env() if policy is None else policy
-    _require(1 <= prefill_chunk <= PRIME_CHUNK_MAX_TOKENS, "prefill_chunk", prefill_chunk, f"1 to {PRIME_CHUNK_MAX_TOKENS}")
-    _require(max_ctx is None or 1 <= max_ctx <= cfg.max_ctx, "max_ctx", max_ctx, f"1 to the model's {cfg.max_ctx}")
-    _require(step_timeout > 0, "step_timeout", step_timeout, "more than 0 seconds")
-    threads = max(1, (os.cpu_count() or 1) // n) if threads is None else threads
-    _require(1 <= threads <= 256, "threads", threads, "1 to 256")
+    require(isinstance(policy, KvPolicy), ConfigError, "policy", policy, "a KvPolicy")
+    prefill_chunk = checked_int(ConfigError, "prefill_chunk", prefill_chunk, 1, PRIME_CHUNK_MAX_TOKENS)
+    max_ctx = checked_int(ConfigError, "max_ctx", cfg.max_ctx if max_ctx is None else max_ctx, 1, cfg.max_ctx)
+    threads = checked_int(ConfigError, "threads", max(1, (os.cpu_count() or 1) // n) if threads is None else threads, 1, 256)
+    timed = isinstance(step_timeout, (int, float)) and 0 < step_timeout <= MAX_STEP_S
+    require(timed, ConfigError, "step_timeout", step_timeout, f"more than 0 and at most {MAX_STEP_S} seconds")
     specs = [
         StageSpec(
             model=str(path),
@@ -88,7 +91,7 @@ def launch(
     ]
     chosen = stage_model_for(cfg) if stage_model is None else stage_model
     chain = _chain(backend, specs, chosen, progress or (lambda text, done, of: None))
-    return Pipeline(path, specs, chain, cfg.max_ctx if max_ctx is None else max_ctx, prefill_chunk, step_timeout)
+    return Pipeline(path, specs, chain, max_ctx, prefill_chunk, step_timeout)
 
 
 def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progress: Progress) -> Chain:
@@ -98,13 +101,22 @@ def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progre
 
             return launch_ray(specs, model, progress)
         case "local":
-            workers = []
-            for done, spec in enumerate(specs):
-                progress(f"loading {spec}", done, len(specs))
-                workers.append(StageWorker.load(spec, model))
-            return LocalChain(workers)
+            return _local_chain(specs, model, progress)
         case _:
             raise ConfigError(f"backend={backend!r}: choose ray or local")
+
+
+def _local_chain(specs: list[StageSpec], model: type[StageModel], progress: Progress) -> LocalChain:
+    workers: list[StageWorker] = []
+    try:
+        for done, spec in enumerate(specs):
+            progress(f"loading {spec}", done, len(specs))
+            workers.append(StageWorker.load(spec, model))
+        return LocalChain(workers)
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
 
 
 def fence_for(cfg: ModelConfig, stages: int | None, cuts: Sequence[int] | None) -> tuple[int, ...]:
@@ -125,21 +137,24 @@ def fence_for(cfg: ModelConfig, stages: int | None, cuts: Sequence[int] | None) 
     return fence_from_env(cfg, os.environ) or even_fence(cfg, 1)
 
 
-def _model_path(model: str | PathLike[str]) -> Path:
-    path = Path(model)
-    if not path.exists():
-        raise ConfigError(f"no such model: {path}; pass a GGUF file or a directory with config.json and *.safetensors")
-    return path.resolve()
+def model_path(model: str | PathLike[str]) -> Path:
+    """The file or directory of a model.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        path = Path(model)
+        if path.is_file() or path.is_dir():
+            return path.resolve()
+    except (OSError, TypeError, ValueError) as error:
+        raise ConfigError(f"model={model!r:.80} is not a path ({error})") from error
+    raise ConfigError(f"no such model: {path}; pass a GGUF file or a directory with config.json and *.safetensors")
 
 
 def _budgets(budget_bytes: int | Sequence[int] | None, stages: int) -> list[int | None]:
-    shared = budget_bytes is None or isinstance(budget_bytes, int)
-    budgets: list[int | None] = [budget_bytes] * stages if shared else list(budget_bytes)  # type: ignore[list-item,arg-type]
-    if len(budgets) != stages or any(b is not None and b < 1 for b in budgets):
-        raise ConfigError(f"budget_bytes={budget_bytes}: one number of at least 1, or {stages} of them, one a stage")
-    return budgets
-
-
-def _require(ok: bool, name: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name}={value}: it must be {allowed}")
+    if budget_bytes is None:
+        return [None] * stages
+    each = list(budget_bytes) if isinstance(budget_bytes, Sequence) else [budget_bytes] * stages
+    require(len(each) == stages, ConfigError, "budget_bytes", budget_bytes, f"one number, or {stages} of them, one a stage")
+    return [checked_int(ConfigError, "budget_bytes", budget, 1, sys.maxsize) for budget in each]

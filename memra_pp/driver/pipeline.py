@@ -8,16 +8,21 @@ from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, get_args
 
 from ..admission import Ledger, session_ctx
 from ..cache import stage_layout
-from ..errors import AdmissionError, InputError, StageError
+from ..cache.sizing import Recurrent
+from ..config import KvPlan
+from ..errors import AdmissionError, InputError, StageError, checked_int, require
 from ..models.tokenizer import Tokenizer, load_tokenizer
 from ..stage.frames import CLOSE, MAX_BODY_BYTES, OPEN, Entry
 from ..stage.spec import StageSpec
+from ..stage.worker import MAX_SNAPSHOTS
 from .chain import Chain
 from .session import Session, SessionShape, checked_prompt
+
+MAX_NEW_TOKENS = 1 << 40
 
 
 class Pipeline:
@@ -44,6 +49,7 @@ class Pipeline:
         self._ledger = Ledger(chain.budgets)
         self._ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
+        self._ending: set[int] = set()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -60,7 +66,7 @@ class Pipeline:
         *,
         max_new_tokens: int,
         speculate: int = 0,
-        recurrent: str = "replay",
+        recurrent: Recurrent = "replay",
         snapshots: int = 1,
     ) -> Session:
         """Opens a session for a prompt of token ids: every stage allocates its share, or none does.
@@ -78,14 +84,13 @@ class Pipeline:
             StageError: a stage failed.
         """
         tokens = checked_prompt(prompt, self.cfg.n_vocab, self.max_ctx)
-        _require(max_new_tokens >= 0, "max_new_tokens", max_new_tokens, "0 or more")
         most = min(self.prefill_chunk, MAX_BODY_BYTES // (4 * self.cfg.n_vocab)) - 1
-        _require(0 <= speculate <= most, "speculate", speculate, f"0 to {most}")
-        _require(recurrent in ("replay", "states"), "recurrent", recurrent, "replay or states")
-        _require(0 <= snapshots <= 64, "snapshots", snapshots, "0 to 64")
+        max_new_tokens = checked_int(InputError, "max_new_tokens", max_new_tokens, 0, MAX_NEW_TOKENS)
+        speculate = checked_int(InputError, "speculate", speculate, 0, most)
+        snapshots = checked_int(InputError, "snapshots", snapshots, 0, MAX_SNAPSHOTS)
+        require(recurrent in get_args(Recurrent), InputError, "recurrent", recurrent, "replay or states")
         ctx = session_ctx(len(tokens), max_new_tokens, speculate, self.max_ctx)
-        shape = SessionShape(ctx, speculate, recurrent, snapshots)  # type: ignore[arg-type]
-        session = Session(self, next(self._ids), tokens, shape)
+        session = Session(self, next(self._ids), tokens, SessionShape(ctx, speculate, recurrent, snapshots))
         self._open(session)
         return session
 
@@ -94,20 +99,24 @@ class Pipeline:
         (default: the model's own), which is not given out.
 
         Raises:
-            InputError, AdmissionError, StageError: as `open`.
+            InputError, AdmissionError, StageError: as `open`, when the first token is asked for.
         """
         with self.open(prompt, max_new_tokens=max_new_tokens) as session:
             yield from session.generate(max_new_tokens, eos_ids)
 
     def stats(self) -> dict[str, Any]:
-        """What the pipeline and each stage have done, and the bytes planned for the live sessions beside those allocated."""
+        """What the pipeline and each stage have done, and the bytes planned for the live sessions beside those allocated.
+
+        Raises:
+            StageError: the pipeline is closed, or a stage does not answer.
+        """
         stages = [
             {**stage, "planned_bytes": planned}
             for stage, planned in zip(self.chain.stats(), self._ledger.reserved, strict=True)
         ]
         return {
             "fence": list(self.fence),
-            "kv": [self.policy.k, self.policy.v],
+            "kv": list(dict.fromkeys("/".join(self.policy.formats(p)) for p in self.cfg.layers if isinstance(p, KvPlan))),
             "ring": self.policy.ring,
             "sessions": len(self._sessions),
             "traversals": self.chain.traversals,
@@ -128,31 +137,36 @@ class Pipeline:
         self.close()
 
     def release(self, session: Session) -> None:
-        """Closes a session on every stage and gives its bytes back."""
-        try:
-            self.chain.roundtrip(self._entry(CLOSE, session), [], self.step_timeout)
-        finally:
-            self._ledger.release(session.id)
-            self._sessions.pop(session.id, None)
+        """Closes a session on every stage and gives its bytes back; cut short, it goes on at the next open or close."""
+        self._sessions.pop(session.id, None)
+        self._ending.add(session.id)
+        self._finish_ending()
+
+    def _finish_ending(self) -> None:
+        """Closes the sessions whose open or close was cut short, on the stages that hold them, and only then in the ledger."""
+        for number in list(self._ending):
+            self.chain.roundtrip(Entry(CLOSE, number, 0, self.chain.epoch), [], self.step_timeout)
+            self._ledger.release(number)
+            self._ending.discard(number)
 
     def _open(self, session: Session) -> None:
+        self._finish_ending()
         shape = session.shape
         charges = [self._charge(spec.stage, shape) for spec in self._specs]
         self._ledger.reserve(session.id, charges)
-        note = {"args": asdict(shape), "bytes": []}
-        try:
-            reply = self.chain.roundtrip(self._entry(OPEN, session), [], self.step_timeout, note)
-        except BaseException:
-            self._ledger.release(session.id)
-            raise
+        self._ending.add(session.id)  # until every stage has said that it is open
+        entry = Entry(OPEN, session.id, 0, self.chain.epoch)
+        reply = self.chain.roundtrip(entry, [], self.step_timeout, {"args": asdict(shape), "bytes": []})
         fault, allocated = reply.fault(0), reply.notes[0]["bytes"]
-        if fault is not None or allocated != charges:
-            self.release(session)
-            if fault is None:
-                raise StageError(f"planned {charges} bytes a stage and {allocated} were allocated: this is a bug")
-            stage, kind, message = fault
-            raise (AdmissionError if kind == "CapacityExceeded" else StageError)(f"stage {stage}: {message}")
-        self._sessions[session.id] = session
+        if fault is None and allocated == charges:
+            self._sessions[session.id] = session
+            self._ending.discard(session.id)
+            return
+        self._finish_ending()
+        if fault is None:
+            raise StageError(f"planned {charges} bytes a stage and {allocated} were allocated: this is a bug")
+        stage, kind, message = fault
+        raise (AdmissionError if kind == "CapacityExceeded" else StageError)(f"stage {stage}: {message}")
 
     def _charge(self, stage: int, shape: SessionShape) -> int:
         layout = stage_layout(
@@ -166,11 +180,3 @@ class Pipeline:
             speculate=shape.speculate,
         )
         return sum(a.bytes for a in layout)
-
-    def _entry(self, op: int, session: Session) -> Entry:
-        return Entry(op, session.id, 0, self.chain.epoch)
-
-
-def _require(ok: bool, name: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise InputError(f"{name}={value!r}: it must be {allowed}")

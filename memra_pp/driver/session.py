@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
+import sys
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -13,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..cache import CachePlan
 from ..cache.sizing import Recurrent
-from ..errors import InputError, StageError
+from ..errors import InputError, StageError, checked_int
 from ..models.protocol import Array, LogitRows
 from ..stage.frames import step
 
@@ -55,6 +58,7 @@ class Session:
         self._tokens: list[int] = []
         self._seq = 1
         self._state = "open"
+        self._lock = threading.Lock()
 
     @property
     def tokens(self) -> list[int]:
@@ -73,7 +77,10 @@ class Session:
             InputError: it was fed already, or all logits are more than 4 GiB.
             StageError: a stage failed.
         """
-        self._require_open()
+        with self._turn():
+            return self._prefill(all_logits)
+
+    def _prefill(self, all_logits: bool) -> F32:
         if self._tokens:
             raise InputError(f"the prompt of {len(self._prompt)} tokens was fed already: use extend, decode or verify")
         if not all_logits:
@@ -96,11 +103,13 @@ class Session:
             CapacityExceeded: they do not fit the session's context; nothing was fed.
             StageError: a stage failed.
         """
-        return self._feed(self._checked(tokens))
+        with self._turn():
+            return self._feed(self._checked(tokens))
 
     def decode(self, token: int) -> F32:
         """Feeds one token; f32 `[n_vocab]`, the distribution after it."""
-        return self._feed(self._checked([token]))
+        with self._turn():
+            return self._feed(self._checked([token]))
 
     def verify(self, tokens: Iterable[int]) -> F32:
         """Feeds a draft in one step; f32 `[len(tokens), n_vocab]`, row `i` being the distribution after token `i`.
@@ -112,24 +121,25 @@ class Session:
             CacheError: they do not fit the session's context or its rings; nothing was fed.
             StageError: a stage failed.
         """
-        draft = self._checked(tokens)
-        if len(draft) > self.shape.speculate + 1:
-            raise InputError(
-                f"verify takes at most {self.shape.speculate + 1} tokens in this session, not {len(draft)}: "
-                "open it with a larger speculate"
-            )
-        return self._step(draft, "all")
+        with self._turn():
+            draft = self._checked(tokens)
+            if len(draft) > self.shape.speculate + 1:
+                raise InputError(
+                    f"verify takes at most {self.shape.speculate + 1} tokens in this session, not {len(draft)}: "
+                    "open it with a larger speculate"
+                )
+            return self._step(draft, "all")
 
     def generate(self, max_new_tokens: int, eos_ids: Iterable[int] | None = None) -> Iterator[int]:
         """Greedy tokens, from a fresh session, until one of `eos_ids` (default: the model's own), which
         is not given out. Only token ids cross the lanes."""
-        stop = frozenset(self._pipe.cfg.eos_ids if eos_ids is None else eos_ids)
-        self._require_open()
+        stop = self._pipe.cfg.eos_ids if eos_ids is None else frozenset(checked_ids(eos_ids, "eos_ids"))
         if self._tokens:
             raise InputError("generate begins with the prompt, which was fed already: open a fresh session, or decode")
         feed = self._prompt
-        for _ in range(max_new_tokens):
-            token = int(self._feed(feed, "argmax"))
+        for _ in range(checked_int(InputError, "max_new_tokens", max_new_tokens, 0, sys.maxsize)):
+            with self._turn():
+                token = int(self._feed(feed, "argmax"))
             if token in stop:
                 return
             yield token
@@ -161,7 +171,6 @@ class Session:
     def _feed(self, tokens: list[int], want: str = "logits") -> Array:
         """Feeds tokens in chunks; the answer for the last row: its logits, or i32 `[]` with `want="argmax"`."""
         chunk = self._pipe.prefill_chunk
-        self._require_open()
         self._plan.check_append(len(tokens), chunk)
         *head, last = _chunks(tokens, chunk)
         for part in head:
@@ -170,12 +179,15 @@ class Session:
 
     def _step(self, tokens: list[int], logits: LogitRows, want: str = "logits") -> Array:
         """One entry through the chain; its answer rows (none for `logits="none"`)."""
-        self._require_open()
         self._plan.check_append(len(tokens))
         pipe = self._pipe
         entry = step(self.id, self._seq, pipe.chain.epoch, self.pos, len(tokens), logits, want)
         self._state = "failed"
-        reply = pipe.chain.roundtrip(entry, [np.array(tokens, np.int32)], pipe.step_timeout)
+        try:
+            reply = pipe.chain.roundtrip(entry, [np.array(tokens, np.int32)], pipe.step_timeout)
+        except InputError:
+            self._state = "open"
+            raise
         if (fault := reply.fault(0)) is not None:
             stage, kind, message = fault
             raise StageError(f"session {self.id} failed on stage {stage}: {message} ({kind}); close it and open another")
@@ -188,16 +200,23 @@ class Session:
         return reply.arrays[0] if reply.arrays else np.empty(0, np.float32)
 
     def _checked(self, tokens: Iterable[int]) -> list[int]:
-        self._require_open()
         if not self._tokens:
             raise InputError("nothing has been fed yet: call prefill first")
         return checked_tokens(tokens, self._pipe.cfg.n_vocab, "the list of tokens")
 
-    def _require_open(self) -> None:
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The session to oneself, if it is open."""
         if self._state == "closed":
             raise InputError("this session is closed: open another")
-        if self._state == "failed":
-            raise StageError("this session failed or was interrupted in a step before: close it and open another")
+        if not self._lock.acquire(blocking=False):
+            raise InputError("this session is in the middle of a call from another thread: use one session a thread")
+        try:
+            if self._state == "failed":
+                raise StageError("this session failed or was interrupted in a step before: close it and open another")
+            yield
+        finally:
+            self._lock.release()
 
 
 def checked_prompt(prompt: Iterable[int], n_vocab: int, max_ctx: int) -> list[int]:
@@ -218,16 +237,25 @@ def checked_tokens(tokens: Iterable[int], n_vocab: int, name: str) -> list[int]:
     Raises:
         InputError: none, not integers, or outside `[0, n_vocab)`.
     """
-    try:
-        ids = [operator.index(t) for t in tokens]
-    except TypeError:
-        raise InputError(f"{name} must be token ids, integers from the tokenizer") from None
+    ids = checked_ids(tokens, name)
     if not ids:
         raise InputError(f"{name} is empty: pass at least one token")
     bad = next((t for t in ids if not 0 <= t < n_vocab), None)
     if bad is not None:
         raise InputError(f"{name}: there is no token {bad}; the model's vocabulary is 0 to {n_vocab - 1}")
     return ids
+
+
+def checked_ids(tokens: Iterable[int], name: str) -> list[int]:
+    """Token ids as plain integers, of any size.
+
+    Raises:
+        InputError: not an iterable of integers.
+    """
+    try:
+        return [operator.index(t) for t in tokens]
+    except TypeError:
+        raise InputError(f"{name} must be token ids, integers from the tokenizer") from None
 
 
 def _chunks(tokens: list[int], size: int) -> list[list[int]]:

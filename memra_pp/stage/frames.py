@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, get_args
 import msgpack
 import numpy as np
 
-from ..errors import LaneError
+from ..errors import FrameError, LaneError
 from ..models.protocol import Array, LogitRows
 
 PREFIX = struct.Struct("<IIIxxxxqq")
@@ -68,6 +68,7 @@ class Entry(NamedTuple):
 
 
 _entry_of: Any = partial(tuple.__new__, Entry)
+"""An entry of a record's fields, unpacked and checked: made without the steps of `Entry.__new__`, on every hop of a token."""
 
 
 def step(session: int, seq: int, epoch: int, base_len: int, rows: int, logits: str = "last", want: str = "logits") -> Entry:
@@ -107,7 +108,7 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
     """The buffers of a frame, to be sent in order with one gathering call, and their bytes in all. Arrays are not copied.
 
     Raises:
-        LaneError: a receiver would not take it: too long, or an array that is not f32 or i32, `[n]` or `[n, width]`.
+        FrameError: a receiver would not take it: too long, or an array that is not f32 or i32, `[n]` or `[n, width]`.
     """
     arrays, entries = frame.arrays, frame.entries
     try:
@@ -123,10 +124,10 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
             for a in filter(np.size, arrays):
                 buffers += filter(len, (a.data.cast("B"), _PADDING[: -a.nbytes % ALIGN]))
     except (struct.error, ValueError, TypeError, OverflowError) as error:
-        raise LaneError(f"a frame with id {frame.id!r:.80}, entries {entries!r:.200} cannot be packed ({error})") from error
+        raise FrameError(f"a frame with id {frame.id!r:.80}, entries {entries!r:.200} cannot be packed ({error})") from error
     head = len(buffers[0])
     if head > MAX_HEAD_BYTES or body > MAX_BODY_BYTES:
-        raise _too_long(head, body)
+        raise _too_long(FrameError, head, body)
     return buffers, head + body
 
 
@@ -138,7 +139,7 @@ def _record(a: Array) -> tuple[int, int, int]:
             return _CODES[a.dtype], shape[0], shape[1]
         if len(shape) == 1:
             return _CODES[a.dtype], shape[0], 0
-    raise LaneError(f"an array {a.dtype} of shape {shape}: only f32 and i32, [n] or [n, width], travel")
+    raise FrameError(f"an array {a.dtype} of shape {shape}: only f32 and i32, [n] or [n, width], travel")
 
 
 def _general_head(frame: Frame, body: int) -> bytes:
@@ -161,7 +162,7 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
         return None, PREFIX.size
     kind, head, hops, body, frame_id, *fields = _PLAIN.unpack_from(buffer)
     if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
-        raise _too_long(head, body)
+        raise _too_long(LaneError, head, body)
     size: int = head + body
     plain = kind == PLAIN and head == _PLAIN_HEAD
     if not plain and kind != GENERAL:
@@ -222,8 +223,8 @@ def _notes(packed: memoryview, entries: int) -> dict[int, Note]:
     return notes
 
 
-def _too_long(head: int, body: int) -> LaneError:
-    return LaneError(
+def _too_long(error: type[LaneError], head: int, body: int) -> LaneError:
+    return error(
         f"a frame of {head} bytes of head and {body} of arrays: at most {MAX_HEAD_BYTES} and {MAX_BODY_BYTES} are allowed; "
         "feed fewer rows at a time"
     )

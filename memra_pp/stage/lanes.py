@@ -19,7 +19,7 @@ import time
 from socket import SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET
 from typing import Any
 
-from ..errors import LaneError
+from ..errors import FrameError, LaneError
 from .frames import Frame, encode, read
 
 HANDSHAKE_S = 2.0
@@ -71,7 +71,7 @@ class Lane:
             if sent != total:
                 self._send_rest(buffers, sent, time.monotonic() + timeout)
         except ValueError as error:
-            raise LaneError(f"an array cannot be sent to {self.peer} ({error}): it must be C-contiguous") from error
+            raise FrameError(f"an array cannot be sent to {self.peer} ({error}): it must be C-contiguous") from error
         except OSError as error:
             raise self._broken("send to", error) from error
 

@@ -118,3 +118,27 @@ def test_a_cut_that_parts_shared_rows_names_the_nearest_valid_fence(data: Path) 
     said = error_of("run", str(data / "configs" / "gemma4-e4b.json"), "--prompt", "Hi", "--cuts", "30")
     assert "nearest" in said
     assert "[0, " in said
+
+
+def test_a_cluster_address_where_nobody_listens_is_one_line_at_once(gemma: Path) -> None:
+    assert "Ray did not start" in error_of("run", str(gemma), "--prompt", "Hi", RAY_ADDRESS="127.0.0.1:1")
+
+
+def test_an_output_that_takes_no_more_is_one_line(gemma: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "memra_pp.cli",
+        "run",
+        str(gemma),
+        "--prompt",
+        "Hi",
+        "--max-new",
+        "1",
+        "--backend",
+        "local",
+    ]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1].startswith("memra-pp: error: ")

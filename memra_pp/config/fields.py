@@ -15,6 +15,7 @@ MAX_VOCAB = 1 << 28
 MAX_ROWS = 1 << 30
 """Bounds on what a config may claim, far above any model and low enough that byte counts stay below 2**63."""
 
+MAX_SHOWN = 200
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 60
 _short.maxlist = _short.maxdict = 4
@@ -22,7 +23,10 @@ _short.maxlist = _short.maxdict = 4
 
 def show(value: object) -> str:
     """`repr(value)`, cut to a length that fits a one-line message."""
-    return _short.repr(value)
+    try:
+        return _short.repr(value)[:MAX_SHOWN]
+    except ValueError:  # an int too long to be written out
+        return f"a {type(value).__name__} too long to show"
 
 
 class Fields:

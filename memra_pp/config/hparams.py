@@ -41,6 +41,8 @@ def rope(f: Fields) -> dict[str, Any]:
     kind = full.raw.get("rope_type", full.raw.get("type")) or "default"
     if not isinstance(kind, str):
         raise full.bad("rope_type", "a name such as default or linear")
+    if kind == "linear" and not full.given("factor"):
+        raise full.refuse("rope_type is linear and factor is missing; give the factor")
     out: dict[str, Any] = {
         "rope_theta": _theta(f, full),
         "rope_type": kind,

@@ -80,7 +80,7 @@ def _indexed(directory: Path, index: Path) -> dict[str, SafeTensor]:
     if not isinstance(listed, dict) or not listed:
         raise ConfigError(f"{index}: weight_map={show(listed)} is not an object of tensor names and file names")
     for name, file in listed.items():
-        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0]+\.safetensors", file):
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\\0\ud800-\udfff]+\.safetensors", file):
             raise ConfigError(f"{index}: {show(name)} is in {show(file)}, not a *.safetensors file of this directory")
     found = _merge([directory / file for file in sorted(set(listed.values()))])
     for name, file in listed.items():

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..cache import Cache, KvLayer
 from ..config import KvPlan, ModelConfig
+from ..config.fields import Fields
 from ..errors import ConfigError
 from ..kernels import CpuDev, append, ops
 from ..kernels.attention import AttentionSpec, attention
@@ -25,6 +26,7 @@ from .weights import Weights, open_weights
 
 F32 = NDArray[np.float32]
 HEAD_CHUNK_ROWS = 8192
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,34 @@ class Gemma3Params:
     theta_local: float
     theta_global: float
     rope_factor_global: float
+    tied: bool
 
     @classmethod
     def of(cls, cfg: ModelConfig) -> Gemma3Params:
-        """Raises ConfigError for a rope scaling or soft cap that this forward does not compute."""
-        h = cfg.hparams
-        if h.get("attn_logit_softcapping"):
-            raise ConfigError(
-                f"{cfg.arch}: attn_logit_softcapping={h['attn_logit_softcapping']} is not computed; it must be null"
-            )
-        if h.get("rope_type", "default") not in ("default", "linear"):
-            raise ConfigError(f"{cfg.arch}: rope_type={h['rope_type']!r} is not computed; it must be default or linear")
+        """Raises ConfigError for a field that is missing or bad, or asks for what this forward does not compute."""
+        f = Fields(cfg.arch, cfg.hparams, "the Gemma 3 forward")
+        local = f.inside("rope_parameters").inside("sliding_attention")
+        for field, name, computed in (
+            (f, "attention_bias", (None, False)),
+            (f, "use_bidirectional_attention", (None, False)),
+            (f, "attn_logit_softcapping", (None,)),
+            (f, "hidden_activation", (None, "gelu_pytorch_tanh")),
+            (f, "partial_rotary_factor", (None, 1.0)),
+            (f, "rope_type", (None, "default", "linear")),
+            (local, "rope_type", (None, "default")),
+        ):
+            if field.raw.get(name) not in computed:
+                raise field.bad(name, f"computed here; {' or '.join(map(repr, computed))} is")
         return cls(
-            n_head=h["num_attention_heads"],
-            n_ff=h["intermediate_size"],
-            eps=h["rms_norm_eps"],
-            scale=float(h["query_pre_attn_scalar"]) ** -0.5,
-            final_softcap=h.get("final_logit_softcapping"),
-            theta_local=h["rope_local_base_freq"],
-            theta_global=h["rope_theta"],
-            rope_factor_global=h["rope_scaling_factor"],
+            n_head=f.count("num_attention_heads"),
+            n_ff=f.count("intermediate_size"),
+            eps=f.number("rms_norm_eps", 1e-6),
+            scale=f.number("query_pre_attn_scalar", 256.0) ** -0.5,
+            final_softcap=f.number("final_logit_softcapping", 0.0) or None,
+            theta_local=f.number("rope_local_base_freq", 1e4),
+            theta_global=f.number("rope_theta", 1e6),
+            rope_factor_global=f.number("rope_scaling_factor", 1.0),
+            tied=f.flag("tie_word_embeddings", default=True),
         )
 
 
@@ -103,10 +113,11 @@ class Gemma3:
         weights = open_weights(path)
         model = cls(weights, layers, device)
         if layers.start == 0:
+            _require_shape(weights, EMBEDDING, (weights.cfg.n_vocab, weights.cfg.n_embd))
             model._embedding = weights
         if layers.stop == model.cfg.n_layer:
-            model._final_norm = _norm(weights, "model.norm.weight")
-            model._head = _load_head(weights, device)
+            model._final_norm = _norm(weights, "model.norm.weight", weights.cfg.n_embd)
+            model._head = _load_head(weights, model.params.tied, device)
         return model
 
     def workspace_bytes(self, max_rows: int) -> int:
@@ -119,7 +130,7 @@ class Gemma3:
     def forward(self, batch: StepBatch, x: Array, caches: Sequence[Cache]) -> Array:
         """Tokens or hidden rows in; hidden rows, or the logits asked for on the last stage, out (see `StageModel`)."""
         if self._embedding is not None:
-            x = self._embedding.rows("model.embed_tokens.weight", x) * np.float32(self.cfg.n_embd**0.5)
+            x = self._embedding.rows(EMBEDDING, x) * np.float32(self.cfg.n_embd**0.5)
         x = self.run_layers(batch, x, caches)
         if self._head is None or self._final_norm is None:
             return x
@@ -190,27 +201,28 @@ def _load_layer(weights: Weights, params: Gemma3Params, il: int, device: CpuDev)
     plan = weights.cfg.layers[il]
     if not isinstance(plan, KvPlan):
         raise ConfigError(f"{weights.cfg.arch}: layer {il} has no K/V rows of its own; this forward needs them")
-    base = f"model.layers.{il}."
+    base, n_embd, n_ff = f"model.layers.{il}.", weights.cfg.n_embd, params.n_ff
+    n_q, n_mixed = params.n_head * plan.head_dim_k, params.n_head * plan.head_dim_v
 
-    def packed(*names: str) -> PackedMatrix:
-        return _packed([weights.tensor(f"{base}{name}.weight") for name in names], device)
+    def packed(n_in: int, *outputs: tuple[str, int]) -> PackedMatrix:
+        return _packed([_tensor(weights, f"{base}{name}.weight", n_out, n_in) for name, n_out in outputs], device)
 
-    def norm(name: str) -> F32:
-        return _norm(weights, f"{base}{name}.weight")
+    def norm(name: str, width: int = n_embd) -> F32:
+        return _norm(weights, f"{base}{name}.weight", width)
 
     return Gemma3Layer(
         plan=plan,
         inv_freq=_inv_freq(plan, params),
         input_norm=norm("input_layernorm"),
-        qkv=packed("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        q_norm=norm("self_attn.q_norm"),
-        k_norm=norm("self_attn.k_norm"),
-        o=packed("self_attn.o_proj"),
+        qkv=packed(n_embd, ("self_attn.q_proj", n_q), ("self_attn.k_proj", plan.kv_dim_k), ("self_attn.v_proj", plan.kv_dim_v)),
+        q_norm=norm("self_attn.q_norm", plan.head_dim_k),
+        k_norm=norm("self_attn.k_norm", plan.head_dim_k),
+        o=packed(n_mixed, ("self_attn.o_proj", n_embd)),
         post_attention_norm=norm("post_attention_layernorm"),
         pre_feedforward_norm=norm("pre_feedforward_layernorm"),
-        gate=packed("mlp.gate_proj"),
-        up=packed("mlp.up_proj"),
-        down=packed("mlp.down_proj"),
+        gate=packed(n_embd, ("mlp.gate_proj", n_ff)),
+        up=packed(n_embd, ("mlp.up_proj", n_ff)),
+        down=packed(n_ff, ("mlp.down_proj", n_embd)),
         post_feedforward_norm=norm("post_feedforward_layernorm"),
     )
 
@@ -224,17 +236,29 @@ def _packed(parts: list[F32], device: CpuDev) -> PackedMatrix:
     return matrix
 
 
-def _load_head(weights: Weights, device: CpuDev) -> PackedMatrix:
-    name = "lm_head.weight" if weights.has("lm_head.weight") else "model.embed_tokens.weight"
-    n_vocab, n_embd = weights.shape(name)
-    matrix = PackedMatrix.empty(n_vocab, n_embd)
+def _load_head(weights: Weights, tied: bool, device: CpuDev) -> PackedMatrix:
+    name = EMBEDDING if tied else "lm_head.weight"
+    shape = weights.cfg.n_vocab, weights.cfg.n_embd
+    _require_shape(weights, name, shape)
+    matrix = PackedMatrix.empty(*shape)
     for row, part in weights.chunks(name, HEAD_CHUNK_ROWS):
         matrix.fill(row, part, device.threads)
     return matrix
 
 
-def _norm(weights: Weights, name: str) -> F32:
-    return weights.tensor(name) + np.float32(weights.norm_offset)
+def _norm(weights: Weights, name: str, width: int) -> F32:
+    return _tensor(weights, name, width) + np.float32(weights.norm_offset)
+
+
+def _tensor(weights: Weights, name: str, *shape: int) -> F32:
+    _require_shape(weights, name, shape)
+    return weights.tensor(name)
+
+
+def _require_shape(weights: Weights, name: str, shape: tuple[int, ...]) -> None:
+    found = weights.shape(name)
+    if found != shape:
+        raise ConfigError(f"{weights.path}: {name} is {found} and the config says {shape}: they are not of one model")
 
 
 def _inv_freq(plan: KvPlan, params: Gemma3Params) -> F32:

@@ -86,7 +86,11 @@ class StageWorker:
             ConfigError: the weights are missing, damaged or not of this model.
         """
         device = CpuDev(threads=spec.threads)
-        return cls(spec=spec, model=model.load(spec.model, spec.layers, device), device=device)
+        try:
+            return cls(spec=spec, model=model.load(spec.model, spec.layers, device), device=device)
+        except BaseException:
+            device.close()
+            raise
 
     def settle_budget(self) -> int:
         """Fixes the bytes this stage's caches may take, once every stage on the machine has loaded its weights.

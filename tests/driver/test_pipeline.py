@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -204,3 +205,113 @@ def test_a_directory_without_a_tokenizer_says_so(pipe: memra_pp.Pipeline) -> Non
 
 def test_stats_can_be_written_as_json(pipe: memra_pp.Pipeline) -> None:
     assert json.loads(json.dumps(pipe.stats()))["traversals"] == 0
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "speculate", "snapshots"])
+def test_numpy_integers_are_integers_and_nothing_else_is(pipe: memra_pp.Pipeline, name: str) -> None:
+    with pipe.open([5, 6, 7], max_new_tokens=4) as live:
+        live.prefill()
+        with pipe.open([1], **{"max_new_tokens": 4, name: np.int64(2)}) as session:
+            assert type(session.shape.ctx) is int
+        for value in (2.0, True, "2", None, [2], np.float32(2)):
+            with pytest.raises(InputError, match=name):
+                pipe.open([1], **{"max_new_tokens": 4, name: value})
+        live.decode(8)
+
+
+class Interrupts:
+    """Raises KeyboardInterrupt after the n-th frame came back, as Ctrl-C may."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, pipe: memra_pp.Pipeline) -> None:
+        self.armed = False
+        whole = pipe.chain._roundtrip
+
+        def roundtrip(frame: Any, timeout: float) -> Any:
+            reply = whole(frame, timeout)
+            if self.armed:
+                self.armed = False
+                raise KeyboardInterrupt
+            return reply
+
+        monkeypatch.setattr(pipe.chain, "_roundtrip", roundtrip)
+
+
+def test_an_interrupted_open_or_close_is_finished_by_the_next(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts = Interrupts(monkeypatch, pipe)
+
+    def bytes_held() -> list[tuple[int, int]]:
+        return [(stage["planned_bytes"], stage["allocated_bytes"]) for stage in pipe.stats()["stages"]]
+
+    with pipe.open([1], max_new_tokens=1):
+        one = bytes_held()
+        interrupts.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            pipe.open([1], max_new_tokens=1)
+        assert all(planned == allocated for planned, allocated in bytes_held())
+        second = pipe.open([1], max_new_tokens=1)
+        assert bytes_held() == [(2 * planned, 2 * allocated) for planned, allocated in one]
+        interrupts.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            second.close()
+        with pipe.open([1], max_new_tokens=1):
+            assert bytes_held() == [(2 * planned, 2 * allocated) for planned, allocated in one]
+        assert bytes_held() == one
+
+
+def test_an_interrupted_step_fails_its_session_alone(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupts = Interrupts(monkeypatch, pipe)
+    with pipe.open([1, 2], max_new_tokens=4) as a, pipe.open([1, 2], max_new_tokens=4) as b:
+        a.prefill(), b.prefill()
+        interrupts.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            a.decode(3)
+        with pytest.raises(StageError, match="interrupted"):
+            a.decode(3)
+        assert b.decode(3).shape == (512,)
+
+
+def test_a_session_in_another_threads_call_is_busy(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+    with pipe.open([1, 2], max_new_tokens=4) as session:
+        session.prefill()
+        whole = pipe.chain._roundtrip
+
+        def roundtrip(frame: Any, timeout: float) -> Any:
+            inside.set()
+            assert go_on.wait(20)
+            return whole(frame, timeout)
+
+        monkeypatch.setattr(pipe.chain, "_roundtrip", roundtrip)
+        other = threading.Thread(target=session.decode, args=(3,))
+        other.start()
+        assert inside.wait(20)
+        with pytest.raises(InputError, match="thread"):
+            session.decode(4)
+        go_on.set()
+        other.join(20)
+        assert session.tokens == [1, 2, 3]
+
+
+def test_a_failed_local_launch_ends_what_it_had_loaded(tiny: Path) -> None:
+    def threads() -> int:
+        return sum(1 for _ in Path("/proc/self/task").iterdir())
+
+    class Breaks(Gemma3):
+        @classmethod
+        def load(cls, path: Any, layers: range, device: Any) -> Gemma3:
+            if layers.start:
+                raise ConfigError("no second stage")
+            return super().load(path, layers, device)
+
+    before = threads()
+    for _ in range(3):
+        with pytest.raises(ConfigError, match="no second stage"):
+            memra_pp.launch(tiny, backend="local", stages=2, threads=4, stage_model=Breaks)
+    assert threads() == before
+
+
+def test_stats_name_the_formats_that_are_held(tiny: Path) -> None:
+    with memra_pp.launch(tiny, backend="local", policy=KvPolicy(fp8_ordinary=True)) as pipe:
+        assert pipe.stats()["kv"] == ["fp8/fp8"]
+    with pytest.raises(StageError, match="closed"):
+        pipe.stats()

@@ -176,6 +176,43 @@ print(ray.is_initialized())
     assert ray_on == "False"
 
 
+def test_a_process_may_launch_again_with_its_own_ray_between(tiny: Path) -> None:
+    tmp = Path("/tmp") / f"m{uuid.uuid4().hex[:8]}"
+    tmp.mkdir()
+    code = f"""
+import memra_pp, ray
+def texts():
+    with memra_pp.launch({str(tiny)!r}, stages=2) as pipe:
+        return list(pipe.generate([5, 6, 7], max_new_tokens=3, eos_ids=()))
+first = texts()
+assert texts() == first
+ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, _temp_dir={str(tmp / "own")!r})
+assert texts() == first and ray.is_initialized()
+ray.shutdown()
+assert texts() == first
+pipe = memra_pp.launch({str(tiny)!r}, stages=1)  # closed by nobody
+import shutil; shutil.rmtree({str(tmp / "own")!r}, ignore_errors=True)
+print("done")
+"""
+    status, said = run_apart(code, tmp)
+    tmp.rmdir()
+    assert status == 0, said
+    assert said.splitlines()[-1] == "done"
+
+
+def test_ctrl_c_while_ray_starts_leaves_nothing(tiny: Path) -> None:
+    tmp = Path("/tmp") / f"m{uuid.uuid4().hex[:8]}"
+    tmp.mkdir()
+    code = f"""
+import memra_pp
+memra_pp.launch({str(tiny)!r}, stages=2, progress=lambda text, done, of: print(text))
+"""
+    status, said = run_apart(code, tmp, interrupt=True)
+    tmp.rmdir()
+    assert status in (1, 130, -signal.SIGINT), said
+    assert "KeyboardInterrupt" in said
+
+
 def test_ctrl_c_in_the_middle_of_a_generation_leaves_nothing(tiny: Path) -> None:
     tmp = Path("/tmp") / f"m{uuid.uuid4().hex[:8]}"
     tmp.mkdir()

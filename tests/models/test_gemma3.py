@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -119,3 +120,52 @@ def test_an_architecture_without_a_reference_forward_is_named() -> None:
     }  # fmt: skip
     with pytest.raises(ConfigError, match="llama"):
         stage_model_for(ModelConfig.from_hf(config))
+
+
+def altered(tiny: Path, folder: Path, **changes: object) -> Path:
+    """The tiny model with some of its config changed."""
+    config = json.loads((tiny / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes((tiny / "model.safetensors").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("attention_bias", True),
+        ("use_bidirectional_attention", True),
+        ("attn_logit_softcapping", 50.0),
+        ("hidden_activation", "silu"),
+        ("final_logit_softcapping", 0),
+        ("final_logit_softcapping", "30"),
+        ("query_pre_attn_scalar", 0),
+        ("query_pre_attn_scalar", True),
+        ("intermediate_size", None),
+        ("intermediate_size", 64),
+        ("vocab_size", 500),
+        ("num_attention_heads", 8),
+        ("head_dim", 64),
+        ("tie_word_embeddings", False),
+        ("rope_parameters", {"full_attention": {"rope_type": "yarn", "factor": 4.0}}),
+        ("rope_parameters", {"full_attention": {"rope_type": "linear", "rope_theta": 1e6}}),
+        (
+            "rope_parameters",
+            {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+        ),
+    ],
+)
+def test_what_is_not_computed_or_not_of_these_weights_is_refused(tiny: Path, tmp_path: Path, field: str, value: object) -> None:
+    with pytest.raises(ConfigError):
+        memra_pp.launch(altered(tiny, tmp_path, **{field: value}), backend="local")
+
+
+def test_a_soft_cap_bounds_the_logits(tiny: Path, tmp_path: Path) -> None:
+    ids = [5, 6, 7]
+    with (
+        memra_pp.launch(tiny, backend="local") as plain,
+        memra_pp.launch(altered(tiny, tmp_path, final_logit_softcapping=2.0), backend="local") as capped,
+        plain.open(ids, max_new_tokens=0) as a,
+        capped.open(ids, max_new_tokens=0) as b,
+    ):
+        np.testing.assert_allclose(b.prefill(), 2.0 * np.tanh(a.prefill() / 2.0), rtol=1e-5, atol=1e-6)

@@ -10,10 +10,10 @@ from ..config import KvPlan, ModelConfig, RecurrentPlan
 from ..config.fence import check_fence, stage_layers
 from ..errors import CacheError, ConfigError
 from .device import Buffer, KvDev
-from .formats import KvPolicy
+from .formats import KvPolicy, resolved
 from .layers import KvLayer, RecurLayer, allocate_all, free_all
 from .plan import CachePlan, SnapshotMark
-from .sizing import snapshot_layout
+from .sizing import checked_ctx, checked_layers, snapshot_layout
 from .taps import DflashTapSink
 
 
@@ -123,7 +123,7 @@ class Cache:
         if len(devs) != len(fence) - 1:
             raise ConfigError(f"{len(devs)} devices for a fence of {len(fence) - 1} stages: pass one device a stage")
         parts = [(dev, stage_layers(cfg, fence, s)) for s, dev in enumerate(devs)]
-        return cls(parts, cfg, _checked_ctx(max_ctx), _policy(policy))
+        return cls(parts, cfg, checked_ctx(max_ctx), resolved(policy))
 
     @classmethod
     def new_ppn_slice(
@@ -135,9 +135,7 @@ class Cache:
             ConfigError: the range is not in the model, or `max_ctx` is less than 1.
             CapacityExceeded: the device has not that many bytes; nothing stays allocated.
         """
-        if not 0 <= lo <= hi <= cfg.n_layer:
-            raise ConfigError(f"layers [{lo}, {hi}): the model has layers 0 to {cfg.n_layer}, and lo may not be past hi")
-        return cls([(dev, range(lo, hi))], cfg, _checked_ctx(max_ctx), _policy(policy))
+        return cls([(dev, checked_layers(cfg, lo, hi))], cfg, checked_ctx(max_ctx), resolved(policy))
 
     @property
     def pos(self) -> int:
@@ -275,13 +273,3 @@ class Cache:
 
 def _copy(dev: KvDev, dst: Buffer, src: Buffer) -> None:
     dev.copy_into(dst, 0, src, len(src))
-
-
-def _policy(policy: KvPolicy | None) -> KvPolicy:
-    return KvPolicy.from_env() if policy is None else policy
-
-
-def _checked_ctx(max_ctx: int) -> int:
-    if max_ctx < 1:
-        raise ConfigError(f"a context of {max_ctx} tokens: it must be at least 1")
-    return max_ctx

@@ -1,6 +1,7 @@
 """`KvPolicy`: which block format each class of layer keeps its K and V in, and whether windows are held in rings.
 
-Resolved once by the driver from the environment and passed on; nothing below the driver reads the environment.
+Resolved once by the driver from the environment and passed on: stages and admission always get one. Where a caller of this
+module gives none, the process's environment decides.
 """
 
 from __future__ import annotations
@@ -123,6 +124,11 @@ class KvPolicy:
         return plan.ring == "step" or (plan.ring == "reader" and self.ring == "all")
 
 
+def resolved(policy: KvPolicy | None) -> KvPolicy:
+    """`policy`, or the process's for None."""
+    return KvPolicy.from_env() if policy is None else policy
+
+
 def kv_cache_formats(env: Mapping[str, str] | None = None) -> tuple[str, str]:
     """`(k, v)` from `MEMRA_KV_K` and `MEMRA_KV_V`; empty means the default, `q8_0` and `q5_1`.
 
@@ -171,8 +177,16 @@ def swa_ring_on(env: Mapping[str, str] | None = None) -> bool:
 
 
 def _ring_mode(env: Mapping[str, str]) -> RingMode:
-    modes: dict[str, RingMode] = {"1": "step", "all": "all"}
-    return modes.get(env.get("MEMRA_SWA_RING", ""), "off")
+    modes: dict[str, RingMode] = {"1": "step", "all": "all", "0": "off", "": "off"}
+    value = env.get("MEMRA_SWA_RING", "")
+    if value not in modes:
+        _warn_of_ring_once(value)
+    return modes.get(value, "off")
+
+
+@cache
+def _warn_of_ring_once(value: str) -> None:
+    log.warning("MEMRA_SWA_RING=%r leaves rings off: 1 or all turns them on", value[:40])
 
 
 def _choice(env: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from typing import Literal
 from ..config import KvPlan, LayerPlan, ModelConfig, RecurrentPlan
 from ..config.fence import stage_layers
 from ..errors import ConfigError
-from .formats import BLOCK, BLOCK_BYTES, KvPolicy
+from .formats import BLOCK, BLOCK_BYTES, KvPolicy, resolved
 from .ring import swa_ring_rows
 
 Dtype = Literal["u8", "f32", "i32"]
@@ -105,10 +105,8 @@ def slice_layout(
     cfg: ModelConfig, layers: range, max_ctx: int, policy: KvPolicy | None = None, state_copies: int = 0
 ) -> list[Allocation]:
     """Every buffer of a cache slice, and of `state_copies` copies of its recurrent state."""
-    if max_ctx < 1:
-        raise ConfigError(f"a context of {max_ctx} tokens: it must be at least 1")
-    resolved = _policy(policy)
-    cache = [a for il, plan in _plans(cfg, layers) for a in layer_layout(plan, il, max_ctx, resolved)]
+    policy = resolved(policy)
+    cache = [a for il, plan in _plans(cfg, layers) for a in layer_layout(plan, il, checked_ctx(max_ctx), policy)]
     return cache + [a for _ in range(state_copies) for il, plan in _plans(cfg, layers) for a in snapshot_layout(plan, il)]
 
 
@@ -160,13 +158,13 @@ def cache_ring_row_cap(cfg: ModelConfig, *, policy: KvPolicy | None = None) -> i
 
 def cache_fixed_bytes_for_layers(cfg: ModelConfig, lo: int, hi: int, *, policy: KvPolicy | None = None) -> int:
     """Bytes over `[lo, hi)` that no context changes: pads and lengths of attention layers, all of recurrent ones."""
-    one_token = sum(a.bytes for a in slice_layout(cfg, _checked(cfg, lo, hi), 1, policy))
+    one_token = sum(a.bytes for a in slice_layout(cfg, checked_layers(cfg, lo, hi), 1, policy))
     return one_token - cache_bytes_per_token_for_layers(cfg, lo, hi, policy=policy)
 
 
 def cache_snapshot_bytes_for_layers(cfg: ModelConfig, lo: int, hi: int, *, policy: KvPolicy | None = None) -> int:
     """Bytes of one snapshot over `[lo, hi)`."""
-    return sum(a.bytes for il, plan in _plans(cfg, _checked(cfg, lo, hi)) for a in snapshot_layout(plan, il))
+    return sum(a.bytes for il, plan in _plans(cfg, checked_layers(cfg, lo, hi)) for a in snapshot_layout(plan, il))
 
 
 def cache_states_bytes_for_layers(cfg: ModelConfig, lo: int, hi: int, rows: int, *, policy: KvPolicy | None = None) -> int:
@@ -178,20 +176,28 @@ def cache_allocated_bytes_for_layers(
     cfg: ModelConfig, lo: int, hi: int, max_ctx: int, *, policy: KvPolicy | None = None
 ) -> int:
     """Bytes that a cache slice over `[lo, hi)` allocates for `max_ctx` tokens, before any rounding."""
-    return sum(a.bytes for a in slice_layout(cfg, _checked(cfg, lo, hi), max_ctx, policy))
+    return sum(a.bytes for a in slice_layout(cfg, checked_layers(cfg, lo, hi), max_ctx, policy))
 
 
 _UNBOUNDED = 1 << 62
 
 
-def _policy(policy: KvPolicy | None) -> KvPolicy:
-    return KvPolicy.from_env() if policy is None else policy
+def checked_layers(cfg: ModelConfig, lo: int, hi: int) -> range:
+    """Layers `[lo, hi)`.
 
-
-def _checked(cfg: ModelConfig, lo: int, hi: int) -> range:
+    Raises:
+        ConfigError: they are not in the model, or `lo` is past `hi`.
+    """
     if not 0 <= lo <= hi <= cfg.n_layer:
         raise ConfigError(f"layers [{lo}, {hi}): the model has layers 0 to {cfg.n_layer}, and lo may not be past hi")
     return range(lo, hi)
+
+
+def checked_ctx(max_ctx: int) -> int:
+    """A context's rows; ConfigError below 1."""
+    if max_ctx < 1:
+        raise ConfigError(f"a context of {max_ctx} tokens: it must be at least 1")
+    return max_ctx
 
 
 def _plans(cfg: ModelConfig, layers: range) -> Iterator[tuple[int, LayerPlan]]:
@@ -199,6 +205,6 @@ def _plans(cfg: ModelConfig, layers: range) -> Iterator[tuple[int, LayerPlan]]:
 
 
 def _kv_layouts(cfg: ModelConfig, lo: int, hi: int, policy: KvPolicy | None) -> Iterator[KvLayout]:
-    resolved = _policy(policy)
-    plans = (plan for _, plan in _plans(cfg, _checked(cfg, lo, hi)))
-    return (kv_layout(plan, 1, resolved) for plan in plans if isinstance(plan, KvPlan))
+    policy = resolved(policy)
+    plans = (plan for _, plan in _plans(cfg, checked_layers(cfg, lo, hi)))
+    return (kv_layout(plan, 1, policy) for plan in plans if isinstance(plan, KvPlan))

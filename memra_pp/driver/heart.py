@@ -84,7 +84,7 @@ class Heart:
             with contextlib.suppress(StageError):
                 self._send(stage, STOP, next(self._ids))
             lane.close()
-        self._thread.join()
+        self._thread.join(timeout=SEND_S)
         self._selector.close()
 
     def _beat(self) -> None:

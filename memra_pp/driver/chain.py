@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import StageError
@@ -34,17 +33,11 @@ class Chain(ABC):
         Raises:
             StageError: a stage died or did not answer within `timeout` seconds; the message names it.
         """
-        with self._turn(timeout):
-            self.traversals += 1
-            return self._roundtrip(Frame(next(self._ids), [entry], arrays, {} if note is None else {0: note}), timeout)
-
-    @contextlib.contextmanager
-    def _turn(self, timeout: float) -> Iterator[None]:
-        """The chain to oneself: other threads' frames go first, for `timeout` seconds at most."""
-        if not self._lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+        if not self._lock.acquire(timeout=timeout):
             raise StageError(f"the pipeline was busy for {timeout:.0f} s with other threads' steps")
         try:
-            yield
+            self.traversals += 1
+            return self._roundtrip(Frame(next(self._ids), [entry], arrays, {} if note is None else {0: note}), timeout)
         finally:
             self._lock.release()
 

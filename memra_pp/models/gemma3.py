@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..kernels import CpuDev, append, ops
 from ..kernels.attention import AttentionSpec, attention
 from ..kernels.matmul import PackedMatrix, matmul
-from .protocol import Array, StepBatch
+from .protocol import Array, Segment, StepBatch
 from .weights import Weights, open_weights
 
 F32 = NDArray[np.float32]
@@ -146,19 +146,20 @@ class Gemma3:
         """The layers alone: f32 `[rows, n_embd]` in and out."""
         x = np.array(x, np.float32, order="C")
         tables: dict[bytes, tuple[F32, F32]] = {}
+        positions, parts = batch.positions, list(zip(batch.segments, batch.slices, caches, strict=True))
         for il, layer in self.layers.items():
             key = layer.inv_freq.tobytes()
             if key not in tables:
-                tables[key] = ops.rope_tables(batch.positions, layer.inv_freq)
-            self._attention(layer, il, batch, x, caches, tables[key])
+                tables[key] = ops.rope_tables(positions, layer.inv_freq)
+            self._attention(layer, il, x, parts, tables[key])
             self._feed_forward(layer, x)
-            for cache, where in zip(caches, batch.slices, strict=True):
+            for _, where, cache in parts:
                 if cache.dflash_taps is not None:
                     cache.dflash_taps.write(il, x[where])
         return x
 
     def _attention(
-        self, layer: Gemma3Layer, il: int, batch: StepBatch, x: F32, caches: Sequence[Cache], rope: tuple[F32, F32]
+        self, layer: Gemma3Layer, il: int, x: F32, parts: Sequence[tuple[Segment, slice, Cache]], rope: tuple[F32, F32]
     ) -> None:
         plan, params, threads = layer.plan, self.params, self.device.threads
         n_q = params.n_head * plan.head_dim_k
@@ -167,7 +168,7 @@ class Gemma3:
         k = _heads(qkv[:, n_q : n_q + plan.kv_dim_k], plan.head_dim_k, layer.k_norm, params.eps, rope)
         v = np.ascontiguousarray(qkv[:, n_q + plan.kv_dim_k :])
         mixed = np.empty((len(x), params.n_head * plan.head_dim_v), np.float32)
-        for segment, where, cache in zip(batch.segments, batch.slices, caches, strict=True):
+        for segment, where, cache in parts:
             kv = cache.kv[il]
             if kv is None:
                 raise ConfigError(f"layer {il}'s cache is not on this stage: the cache was cut at another fence")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from os import PathLike
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -36,8 +34,7 @@ class Segment(NamedTuple):
         return self.rows if self.logits == "all" else int(self.logits == "last")
 
 
-@dataclass(frozen=True)
-class StepBatch:
+class StepBatch(NamedTuple):
     """The rows of one step, session after session. `segments[i]` goes with `caches[i]`."""
 
     segments: tuple[Segment, ...]
@@ -47,18 +44,18 @@ class StepBatch:
         """Rows of logits in all."""
         return sum([s.logit_count for s in self.segments])
 
-    @cached_property
+    @property
     def slices(self) -> tuple[slice, ...]:
         """Each session's rows in the batch."""
         ends = np.cumsum([s.rows for s in self.segments]).tolist()
         return tuple(slice(end - s.rows, end) for s, end in zip(self.segments, ends, strict=True))
 
-    @cached_property
+    @property
     def positions(self) -> NDArray[np.int64]:
         """The absolute position of every row, `[rows]`."""
         return np.concatenate([np.arange(s.pos, s.pos + s.rows) for s in self.segments])
 
-    @cached_property
+    @property
     def logit_rows(self) -> NDArray[np.int64]:
         """Batch rows that logits are wanted for, in order."""
         rows: list[int] = []

@@ -1,5 +1,8 @@
 """A 4-stage chain passing an 8 KB row: our stages beside bare Unix sockets, a Ray compiled graph and chained actor calls.
 
+The bare chain comes twice: raw bytes of a known length, and with the least that says whose row it is: a prefix of lengths
+and a msgpack header that each stage reads and writes anew. Neither knows sessions, checks or deadlines.
+
 Prints the median of each in microseconds, taken in turns in one run, and the share of a core that an idle stage uses.
 """
 
@@ -10,6 +13,7 @@ import multiprocessing as mp
 import os
 import socket
 import statistics
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import ray
 from ray.dag import InputNode
@@ -30,6 +35,7 @@ from memra_pp.stage import frames
 STAGES = 4
 WIDTH = 2048  # 8 KB of f32
 ROUNDS, STEPS = 12, 100
+LENGTHS = struct.Struct("<II")
 IDLE_S = 5.0
 
 
@@ -75,16 +81,37 @@ def our_step(pipe: memra_pp.Pipeline) -> Callable[[], None]:
     return step
 
 
-def _bare_stage(here: str, there: str) -> None:
-    """Receives and passes on messages of a fixed size until the socket ends."""
+def _bare_stage(here: str, there: str, header: bool) -> None:
+    """Receives and passes on messages until the socket ends."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(here)
     listener.listen(1)
     up, _ = listener.accept()
     down = connect(there)
-    buf = memoryview(bytearray(64 + 4 * WIDTH))
-    while receive(up, buf):
-        down.sendmsg([buf[:64], buf[64:]])
+    if header:
+        while (message := receive_message(up)) is not None:
+            entry, row = message
+            send_message(down, {**entry, "acks": entry["acks"] + 1}, row)
+    else:
+        buf = memoryview(bytearray(64 + 4 * WIDTH))
+        while receive(up, buf):
+            down.sendmsg([buf[:64], buf[64:]])
+
+
+def send_message(sock: socket.socket, entry: dict[str, int], row: Array) -> None:
+    """Sends lengths, a msgpack header and a row."""
+    header = msgpack.packb(entry)
+    sock.sendmsg([LENGTHS.pack(len(header), row.nbytes) + header, row])
+
+
+def receive_message(sock: socket.socket) -> tuple[dict[str, int], Array] | None:
+    """What `send_message` sent; None at end of file."""
+    lengths = memoryview(bytearray(LENGTHS.size))
+    if not receive(sock, lengths):
+        return None
+    n, size = LENGTHS.unpack(lengths)
+    rest = memoryview(bytearray(n + size))
+    return (msgpack.unpackb(rest[:n]), np.frombuffer(rest, np.float32, offset=n)) if receive(sock, rest) else None
 
 
 def connect(path: str) -> socket.socket:
@@ -112,14 +139,14 @@ def receive(sock: socket.socket, buf: memoryview) -> bool:
     return True
 
 
-def bare_step(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The floor: the same bytes over the same number of processes, with no protocol at all; and what ends it."""
-    paths = [str(folder / f"bare{i}") for i in range(STAGES + 1)]
+def bare_step(folder: Path, header: bool) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The floor: the same row over the same number of processes, with no protocol or hardly one; and what ends it."""
+    paths = [str(folder / f"bare{header}{i}") for i in range(STAGES + 1)]
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(paths[-1])
     listener.listen(1)
     spawn = mp.get_context("spawn")
-    stages = [spawn.Process(target=_bare_stage, args=pair, daemon=True) for pair in pairwise(paths)]
+    stages = [spawn.Process(target=_bare_stage, args=(*pair, header), daemon=True) for pair in pairwise(paths)]
     for stage in stages:
         stage.start()
     out = connect(paths[0])
@@ -127,8 +154,13 @@ def bare_step(folder: Path) -> tuple[Callable[[], None], Callable[[], None]]:
     head, row, buf = bytes(64), np.ones((1, WIDTH), np.float32), memoryview(bytearray(64 + 4 * WIDTH))
 
     def step() -> None:
-        out.sendmsg([head, row.data.cast("B")])
-        assert receive(back, buf)
+        if header:
+            send_message(out, {"session": 1, "seq": 1, "base_len": 77, "acks": 0}, row)
+            message = receive_message(back)
+            assert message is not None and message[0]["acks"] == STAGES
+        else:
+            out.sendmsg([head, row])
+            assert receive(back, buf)
 
     def close() -> None:
         out.close()
@@ -206,8 +238,9 @@ def main() -> None:
         write_config(folder)
         with memra_pp.launch(folder, stages=STAGES, backend="ray", stage_model=PassThrough, threads=1) as pipe:
             idle = idle_share([s["pid"] for s in pipe.stats()["stages"]])
-            bare, end_bare = bare_step(folder)
-            chains = {"memra_pp": our_step(pipe), "bare sockets": bare, "actor calls": call_step()}
+            bare, end_bare = bare_step(folder, header=False)
+            headed, end_headed = bare_step(folder, header=True)
+            chains = {"memra_pp": our_step(pipe), "bare sockets": bare, "with a header": headed, "actor calls": call_step()}
             times: dict[str, list[float]] = {label: [] for label in chains}
             for chain in chains.values():
                 median_us(chain, STEPS)
@@ -215,6 +248,7 @@ def main() -> None:
                 for label, chain in chains.items():
                     times[label] += median_us(chain, STEPS // 5 if label == "actor calls" else STEPS)
             end_bare()
+            end_headed()
             # A compiled graph spins a core a stage while idle, so it would slow the others: it runs last.
             graph, end_graph = graph_step()
             median_us(graph, STEPS)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import starmap
 from typing import Any, NamedTuple, get_args
 
@@ -38,7 +38,6 @@ WANTS = ("logits", "argmax")
 STEP, OPEN, CLOSE, PING, STATS, STOP = range(len(OPS))
 
 DTYPES = (np.dtype("<f4"), np.dtype("<i4"))
-_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 _ENTRY = struct.Struct("<8q")
 _ARRAY = struct.Struct("<3q")
 _COUNTS = struct.Struct("<3I")
@@ -116,7 +115,7 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
             a = arrays[0]
             size = a.nbytes
             body = size + -size % ALIGN
-            fields = (PLAIN, _PLAIN_HEAD, frame.hops, body, frame.id, *entries[0], *_record(a))
+            fields = (PLAIN, _PLAIN_HEAD, frame.hops, body, frame.id, *entries[0], *_record(a.dtype, a.shape))
             buffers: list[Any] = [_PLAIN.pack(*fields) + _PLAIN_PADDING, a, _PADDING[: body - size]]
         else:
             body = sum(a.nbytes + -a.nbytes % ALIGN for a in arrays)
@@ -131,19 +130,19 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
     return buffers, head + body
 
 
-def _record(a: Array) -> tuple[int, int, int]:
-    """What the receiver needs to rebuild an array: dtype, rows, and width or 0."""
-    shape = a.shape
-    if a.dtype in _CODES:
+@lru_cache(maxsize=256)
+def _record(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """What the receiver needs to rebuild an array: dtype, rows, and width or 0. Generations send few shapes."""
+    if dtype in DTYPES:
         if len(shape) == 2 and shape[1]:
-            return _CODES[a.dtype], shape[0], shape[1]
+            return DTYPES.index(dtype), shape[0], shape[1]
         if len(shape) == 1:
-            return _CODES[a.dtype], shape[0], 0
-    raise FrameError(f"an array {a.dtype} of shape {shape}: only f32 and i32, [n] or [n, width], travel")
+            return DTYPES.index(dtype), shape[0], 0
+    raise FrameError(f"an array {dtype} of shape {shape}: only f32 and i32, [n] or [n, width], travel")
 
 
 def _general_head(frame: Frame, body: int) -> bytes:
-    entries, records, notes = frame.entries, list(map(_record, frame.arrays)), msgpack.packb(frame.notes)
+    entries, records, notes = frame.entries, [_record(a.dtype, a.shape) for a in frame.arrays], msgpack.packb(frame.notes)
     size = PREFIX.size + _COUNTS.size + _ENTRY.size * len(entries) + _ARRAY.size * len(records) + len(notes)
     pad = -size % ALIGN
     prefix = PREFIX.pack(GENERAL, size + pad, frame.hops, body, frame.id)
@@ -161,32 +160,36 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
     if got < PREFIX.size:
         return None, PREFIX.size
     kind, head, hops, body, frame_id, *fields = _PLAIN.unpack_from(buffer)
-    if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
-        raise _too_long(LaneError, head, body)
-    size: int = head + body
     plain = kind == PLAIN and head == _PLAIN_HEAD
     if not plain and kind != GENERAL:
         raise LaneError(f"a frame begins with {kind:#010x}, a head of {head} bytes: the peer does not speak this protocol")
+    if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
+        raise _too_long(LaneError, head, body)
+    size: int = head + body
     if got < size:
         return None, size
     try:
         if plain:
-            array, end = _array(buffer[:size], _PLAIN_HEAD, fields[8:])
+            _require_whole(fields)
+            array, end = _array(buffer[:size], head, fields[8:])
             frame = Frame(frame_id, [_entry_of(fields[:8])], [array], {}, hops)
         else:
             frame, end = _read_general(buffer[:size])
-        if end != size or min(map(min, frame.entries), default=0) < 0:
-            raise ValueError(f"a negative field in {frame.entries!r:.200}, or arrays that end at byte {end} of {size}")
+        if end != size:
+            raise ValueError(f"its arrays end at byte {end} of {size}")
     except (ValueError, TypeError, IndexError, OverflowError, MemoryError, struct.error, msgpack.UnpackException) as error:
         raise LaneError(f"a frame is malformed: {error}") from error
     return frame, size
 
 
+def _require_whole(fields: Sequence[int]) -> None:
+    if min(fields) < 0:
+        raise ValueError(f"a negative field in the record {fields}")
+
+
 def _array(buffer: memoryview, at: int, record: Sequence[int]) -> tuple[Array, int]:
     """The array that a record describes, which begins at byte `at`, and where the next one does."""
     code, rows, width = record
-    if code < 0 or rows < 0 or width < 0:
-        raise ValueError(f"an array of dtype {code}, {rows} rows of {width}")
     a: Array = np.ndarray((rows, width) if width else rows, DTYPES[code], buffer, at)
     size = a.nbytes
     return a, at + size + -size % ALIGN
@@ -203,8 +206,11 @@ def _read_general(buffer: memoryview) -> tuple[Frame, int]:
     if head != end + -end % ALIGN:
         raise ValueError(f"a head of {head} bytes for {n_entries} entries, {n_arrays} arrays and {n_notes} bytes of notes")
     entries = list(map(_entry_of, _ENTRY.iter_unpack(buffer[first:second])))
+    for entry in entries:
+        _require_whole(entry)
     arrays, at = [], head
     for record in _ARRAY.iter_unpack(buffer[second:third]):
+        _require_whole(record)
         array, at = _array(buffer, at, record)
         arrays.append(array)
     return Frame(frame_id, entries, arrays, _notes(buffer[third:end], n_entries), hops), at

@@ -34,7 +34,7 @@ _F32 = np.dtype(np.float32)
 _NO_ROWS = np.empty(0, np.int32)
 
 
-@dataclass
+@dataclass(slots=True)
 class StageSession:
     """A session on this stage: its cache slice, the next `seq` it takes, and the fault of the step before, if any."""
 
@@ -48,7 +48,7 @@ class StageSession:
         self.cache.close()
 
 
-@dataclass
+@dataclass(slots=True)
 class StageCounters:
     """What a stage has done since it was loaded: seconds spent on frames, steps and rows."""
 

@@ -160,11 +160,11 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
     if got < PREFIX.size:
         return None, PREFIX.size
     kind, head, hops, body, frame_id, *fields = _PLAIN.unpack_from(buffer)
+    if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
+        raise _too_long(LaneError, head, body)
     plain = kind == PLAIN and head == _PLAIN_HEAD
     if not plain and kind != GENERAL:
         raise LaneError(f"a frame begins with {kind:#010x}, a head of {head} bytes: the peer does not speak this protocol")
-    if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
-        raise _too_long(LaneError, head, body)
     size: int = head + body
     if got < size:
         return None, size

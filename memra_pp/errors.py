@@ -6,7 +6,7 @@ Each message says what was wrong, the value, what was allowed and what to do nex
 from __future__ import annotations
 
 import operator
-from typing import SupportsIndex
+from typing import Any
 
 
 class MemraError(Exception):
@@ -59,14 +59,15 @@ def require(ok: bool, error: type[MemraError], name: str, value: object, allowed
         raise error(f"{name}={value!r:.80}: it must be {allowed}")
 
 
-def checked_int(error: type[MemraError], name: str, value: SupportsIndex, lo: int, hi: int) -> int:
+def checked_int(error: type[MemraError], name: str, value: Any, lo: int, hi: int) -> int:
     """`value` as a plain int from `lo` to `hi`; a bool, a float or a text is not one.
 
     Raises:
         error: it is not; the message names the argument, its value and the bounds.
     """
-    allowed = f"an integer from {lo} to {hi}"
-    require(hasattr(value, "__index__") and not isinstance(value, bool), error, name, value, allowed)
-    number = operator.index(value)
-    require(lo <= number <= hi, error, name, value, allowed)
+    try:
+        number = lo - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = lo - 1
+    require(lo <= number <= hi, error, name, value, f"an integer from {lo} to {hi}")
     return number

@@ -24,6 +24,7 @@ class Chain(ABC):
         self.budgets = tuple(budgets)
         self.epoch = 1
         self.traversals = 0
+        self._closed = False
         self._lock = threading.RLock()
         self._ids = itertools.count(1)
 
@@ -40,6 +41,10 @@ class Chain(ABC):
             return self._roundtrip(Frame(next(self._ids), [entry], arrays, {} if note is None else {0: note}), timeout)
         finally:
             self._lock.release()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise StageError("this pipeline is closed: launch it again")
 
     @property
     @abstractmethod
@@ -67,22 +72,21 @@ class LocalChain(Chain):
 
     @property
     def failed(self) -> bool:
-        return not self._workers
+        return self._closed
 
     def _roundtrip(self, frame: Frame, timeout: float) -> Frame:
-        if not self._workers:
-            raise StageError("this pipeline is closed: launch it again")
+        self._require_open()
         for worker in self._workers:
             worker.apply(frame)
         return frame
 
     def stats(self) -> list[dict[str, Any]]:
-        if not self._workers:
-            raise StageError("this pipeline is closed: launch it again")
+        self._require_open()
         return [worker.stats() for worker in self._workers]
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             for worker in self._workers:
                 worker.close()
             self._workers = []

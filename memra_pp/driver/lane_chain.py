@@ -47,7 +47,6 @@ class LaneChain(Chain):
         self._autopsy, self._on_close = autopsy, on_close
         self._failure: StageError | None = None
         self._failed = threading.Event()
-        self._closed = False
         self._heart = Heart(control, self._stage_died)
         atexit.register(self.close)  # for a pipeline that nobody closes
 
@@ -58,8 +57,7 @@ class LaneChain(Chain):
     def _roundtrip(self, frame: Frame, timeout: float) -> Frame:
         if self._failure is not None:
             raise self._failure
-        if self._closed:
-            raise StageError("this pipeline is closed: launch it again")
+        self._require_open()
         try:
             self._send(frame)
             while True:
@@ -75,8 +73,7 @@ class LaneChain(Chain):
             raise self._fail(self._cause(error)) from error
 
     def stats(self) -> list[dict[str, Any]]:
-        if self._closed:
-            raise StageError("this pipeline is closed: launch it again")
+        self._require_open()
         return self._heart.ask(STATS, STATS_S)
 
     def close(self) -> None:

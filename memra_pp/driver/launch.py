@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..cache import PRIME_CHUNK_MAX_TOKENS, KvPolicy
+from ..cache.formats import resolved
 from ..config import ModelConfig
 from ..config.fence import even_fence, fence_from_cuts, fence_from_env
 from ..errors import ConfigError, checked_int, require
@@ -68,7 +69,7 @@ def launch(
     cfg = cfg if mtp else cfg.without_mtp()
     fence = fence_for(cfg, stages, cuts)
     n = len(fence) - 1
-    policy = KvPolicy.from_env() if policy is None else policy
+    policy = resolved(policy)
     require(isinstance(policy, KvPolicy), ConfigError, "policy", policy, "a KvPolicy")
     prefill_chunk = checked_int(ConfigError, "prefill_chunk", prefill_chunk, 1, PRIME_CHUNK_MAX_TOKENS)
     max_ctx = checked_int(ConfigError, "max_ctx", cfg.max_ctx if max_ctx is None else max_ctx, 1, cfg.max_ctx)

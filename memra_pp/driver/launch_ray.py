@@ -49,6 +49,7 @@ class _Runtime:
         self._users = 0
         self._home: str | None = None
         self._environ: dict[str, str] = {}
+        self._clusters = True
 
     def acquire(self, stages: int) -> None:
         """Raises StageError if Ray can be neither joined nor started."""
@@ -90,7 +91,7 @@ class _Runtime:
         _forget_token()
         # The one switch that makes Ray listen on loopback alone. Ray reads the variable when it is imported, which may
         # have been before this.
-        ray_constants.ENABLE_RAY_CLUSTER = False
+        self._clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
         try:
             ray.init(
                 num_cpus=max(stages, os.cpu_count() or 1),
@@ -106,7 +107,7 @@ class _Runtime:
 
     def _stop(self) -> None:
         ray.shutdown()
-        ray_constants.ENABLE_RAY_CLUSTER = True
+        ray_constants.ENABLE_RAY_CLUSTER = self._clusters
         for name in [name for name in os.environ if name.startswith("RAY_") and name not in self._environ]:
             del os.environ[name]
         _forget_token()

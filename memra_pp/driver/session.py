@@ -128,6 +128,7 @@ class Session:
                     f"verify takes at most {self.shape.speculate + 1} tokens in this session, not {len(draft)}: "
                     "open it with a larger speculate"
                 )
+            self._plan.check_append(len(draft))
             return self._step(draft, "all")
 
     def generate(self, max_new_tokens: int, eos_ids: Iterable[int] | None = None) -> Iterator[int]:
@@ -178,8 +179,7 @@ class Session:
         return np.asarray(self._step(last, "last", want)[0])
 
     def _step(self, tokens: list[int], logits: LogitRows, want: str = "logits") -> Array:
-        """One entry through the chain; its answer rows (none for `logits="none"`)."""
-        self._plan.check_append(len(tokens))
+        """One entry through the chain; its answer rows (none for `logits="none"`). The caller has checked that they fit."""
         pipe = self._pipe
         entry = step(self.id, self._seq, pipe.chain.epoch, self.pos, len(tokens), logits, want)
         self._state = "failed"

@@ -61,6 +61,7 @@ class Lane:
         """Sends a frame with one gathering call (more only if the socket's buffer fills).
 
         Raises:
+            FrameError: no frame carries this; nothing was sent.
             LaneError: the peer is gone, or did not take the bytes within `timeout` seconds.
         """
         buffers, total = encode(frame)

@@ -12,9 +12,9 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ..cache import Cache, CacheSnapshot
+from ..cache import Cache
 from ..cache.sizing import Recurrent, state_copies
-from ..errors import InputError, MemraError, StageError
+from ..errors import InputError, MemraError, StageError, checked_int, require
 from ..kernels import CpuDev
 from ..kernels.cpu import available_bytes
 from ..models.protocol import Array, Segment, StageModel, StepBatch
@@ -39,13 +39,8 @@ class StageSession:
     """A session on this stage: its cache slice, the next `seq` it takes, and the fault of the step before, if any."""
 
     cache: Cache
-    snapshots: list[CacheSnapshot]
     seq: int = 1
     fault: list[Any] | None = None
-
-    def close(self) -> None:
-        """Gives the slice's bytes back."""
-        self.cache.close()
 
 
 @dataclass(slots=True)
@@ -165,7 +160,7 @@ class StageWorker:
     def close(self) -> None:
         """Closes every session and the device."""
         for session in self.sessions.values():
-            session.close()
+            session.cache.close()
         self.sessions.clear()
         self.device.close()
 
@@ -227,11 +222,12 @@ class StageWorker:
         layers = self.spec.layers
         cache = Cache.new_ppn_slice(self.device, layers.start, layers.stop, self.spec.cfg, ctx, policy=self.spec.policy)
         try:
-            snapshots = [cache.new_snapshot() for _ in range(copies)]
+            for _ in range(copies):
+                cache.new_snapshot()
         except BaseException:
             cache.close()
             raise
-        self.sessions[number] = StageSession(cache, snapshots)
+        self.sessions[number] = StageSession(cache)
         note["bytes"].append(self.device.allocated_bytes - before)
 
     def _checked_args(self, note: Note) -> tuple[int, int]:
@@ -240,18 +236,16 @@ class StageWorker:
         if not isinstance(args, dict) or not isinstance(note.get("bytes"), list):
             raise InputError(f"{self.spec}: an open entry with the note {note!r:.200}: it must have args and bytes")
         bounds = {"ctx": (1, self.spec.cfg.max_ctx), "snapshots": (0, MAX_SNAPSHOTS), "speculate": (0, self.spec.max_rows)}
-        for name, (lo, hi) in bounds.items():
-            value = args.get(name)
-            if type(value) is not int or not lo <= value <= hi:
-                raise InputError(f"{self.spec}: a session with {name}={value!r:.80}: it must be an integer from {lo} to {hi}")
-        if args.get("recurrent") not in get_args(Recurrent):
-            raise InputError(f"{self.spec}: a session with recurrent={args.get('recurrent')!r:.80}: choose replay or states")
-        return args["ctx"], state_copies(args["snapshots"], args["recurrent"], args["speculate"])
+        of = f"{self.spec}: a session with "
+        number = {name: checked_int(InputError, of + name, args.get(name), lo, hi) for name, (lo, hi) in bounds.items()}
+        recurrent: Any = args.get("recurrent")
+        require(recurrent in get_args(Recurrent), InputError, of + "recurrent", recurrent, "replay or states")
+        return number["ctx"], state_copies(number["snapshots"], recurrent, number["speculate"])
 
     def _close(self, number: int) -> None:
         session = self.sessions.pop(number, None)
         if session is not None:
-            session.close()
+            session.cache.close()
 
     def _run(self, frame: Frame, steps: list[_Step], x: Array) -> list[Array]:
         """One forward over every admitted step; the rows of the next stage, or the answers on the last."""

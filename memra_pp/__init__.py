@@ -8,13 +8,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .driver.drafters import Draft
     from .driver.launch import launch
     from .driver.pipeline import Pipeline
-    from .driver.session import Session
+    from .driver.sampling import Sampler, SamplingParams
+    from .driver.session import Round, Session, SessionSnapshot
 
-__all__ = ["Pipeline", "Session", "launch"]
+__all__ = ["Draft", "Pipeline", "Round", "Sampler", "SamplingParams", "Session", "SessionSnapshot", "launch"]
 
-_HOMES = {"launch": ".driver.launch", "Pipeline": ".driver.pipeline", "Session": ".driver.session"}
+_HOMES = {
+    "Draft": ".driver.drafters",
+    "Pipeline": ".driver.pipeline",
+    "Round": ".driver.session",
+    "Sampler": ".driver.sampling",
+    "SamplingParams": ".driver.sampling",
+    "Session": ".driver.session",
+    "SessionSnapshot": ".driver.session",
+    "launch": ".driver.launch",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,7 +17,8 @@ from .cache.formats import K_CHOICES, V_CHOICES
 from .config import ModelConfig
 from .driver.launch import fence_for, launch, model_path
 from .driver.pipeline import Pipeline
-from .driver.session import checked_prompt
+from .driver.sampling import SamplingParams
+from .driver.tokens import checked_prompt
 from .errors import ConfigError, InputError, MemraError
 from .models import load_tokenizer
 from .models.tokenizer import Tokenizer
@@ -109,7 +110,7 @@ def _generate(pipe: Pipeline, tokenizer: Tokenizer, ids: list[int], args: argpar
     times = [time.perf_counter()]
     try:
         with pipe.open(ids, max_new_tokens=args.max_new) as session:
-            for token in session.generate(args.max_new, tokenizer.eos_ids):
+            for token in session.generate(args.max_new, SamplingParams(temperature=0, eos_ids=tuple(tokenizer.eos_ids))):
                 times.append(time.perf_counter())
                 tokens.append(token)
                 text += _emit(stream.push(token), args.json)

@@ -18,8 +18,8 @@ from .taps import DflashTapSink
 
 
 @dataclass(frozen=True)
-class _StateCopy:
-    """A recurrent layer's copied state."""
+class StateCopy:
+    """A recurrent layer's copied state: f32 buffers of the sizes of `RecurLayer.conv_state` and `.ssm_state`."""
 
     conv: Buffer
     ssm: Buffer
@@ -33,7 +33,7 @@ class CacheSnapshot:
     """
 
     cache: Cache
-    states: dict[int, _StateCopy]
+    states: dict[int, StateCopy]
     lens: dict[int, int] = field(default_factory=dict)
     pos: int = 0
     mark: SnapshotMark | None = None
@@ -178,7 +178,7 @@ class Cache:
         try:
             for il, layer in enumerate(self.recur):
                 if layer is not None:
-                    snap.states[il] = _StateCopy(*allocate_all(layer.dev, snapshot_layout(layer.plan, il)))
+                    snap.states[il] = StateCopy(*allocate_all(layer.dev, snapshot_layout(layer.plan, il)))
         except BaseException:
             snap.close()
             raise
@@ -196,23 +196,32 @@ class Cache:
         Raises:
             CacheError: `snap` was closed, or is another cache's; nothing has changed.
         """
-        if snap not in self._snapshots:
-            raise CacheError("this snapshot was closed, or is another cache's: it holds no copy of the state; take a new one")
-        snap.drop()
-        snap.mark = self.plan.snapshot(pin)
-        snap.pos = self.pos
-        snap.lens = {il: layer.len for il, layer in enumerate(self.kv) if layer is not None}
+        self.mark_snapshot(snap, self.pos, pin)
         for il, copy in snap.states.items():
             layer = self.state(il)
             _copy(layer.dev, copy.conv, layer.conv_state)
             _copy(layer.dev, copy.ssm, layer.ssm_state)
+
+    def mark_snapshot(self, snap: CacheSnapshot, pos: int, pin: bool = True) -> None:
+        """Makes `snap` one of row `pos`, after a step over that row whose forward has copied the states there into it.
+
+        Raises:
+            CacheError: `snap` was closed, or is another cache's; nothing has changed.
+        """
+        if snap not in self._snapshots:
+            raise CacheError("this snapshot was closed, or is another cache's: it holds no copy of the state; take a new one")
+        snap.drop()
+        snap.mark = self.plan.snapshot(pin, pos)
+        snap.pos = pos
+        snap.lens = {il: min(pos, layer.len) for il, layer in enumerate(self.kv) if layer is not None}
 
     def can_rollback(self, snap: CacheSnapshot, accept: int) -> bool:
         """Whether `rollback` will succeed."""
         return snap.mark is not None and self.plan.can_rollback(snap.mark, accept)
 
     def rollback(self, snap: CacheSnapshot, accept: int) -> None:
-        """Returns to `snap`: state copied back, `pos = snap.pos`, every `len` the saved one plus `accept`.
+        """Returns to `snap`: state copied back, `pos = snap.pos`, every `len` the saved one plus `accept` (a layer that
+        lagged behind `pos`, as an MTP block that no forward runs, keeps its own).
 
         The caller then replays the `accept` rows, which rewrites the same K/V rows and advances the state. Snapshots
         taken since have ended.
@@ -226,7 +235,7 @@ class Cache:
         self.plan.rollback(snap.mark, accept)
         for il, length in snap.lens.items():
             layer = self.kv[il]
-            if layer is not None:
+            if layer is not None and length >= snap.pos:
                 layer.set_len(length + accept)
         for il, copy in snap.states.items():
             recur = self.state(il)

@@ -32,20 +32,25 @@ class CachePlan:
     `rings` are shared with their owner: a `Cache` passes its layers' rings, whose bases `kernels.append` moves.
     """
 
-    def __init__(self, max_ctx: int, rings: Sequence[KvRing], max_snapshots: int | None = None) -> None:
+    def __init__(self, max_ctx: int, rings: Sequence[KvRing]) -> None:
         self.max_ctx = max_ctx
-        self.max_snapshots = max_snapshots
         self.pos = 0
         self._rings = list(rings)
         self._live: list[SnapshotMark] = []
         self._taken = 0
 
     @classmethod
-    def of(cls, cfg: ModelConfig, max_ctx: int, policy: KvPolicy, max_snapshots: int | None = None) -> CachePlan:
+    def of(cls, cfg: ModelConfig, max_ctx: int, policy: KvPolicy) -> CachePlan:
         """The plan of a whole model: one ring stands for all layers with the same window."""
         layouts = (kv_layout(plan, max_ctx, policy) for plan in cfg.layers if isinstance(plan, KvPlan))
         shapes = {(kv.rows, kv.ring_window) for kv in layouts if kv.ring_window is not None}
-        return cls(max_ctx, [KvRing(rows, window) for rows, window in sorted(shapes)], max_snapshots)
+        return cls(max_ctx, [KvRing(rows, window) for rows, window in sorted(shapes)])
+
+    def copy(self) -> CachePlan:
+        """The same books apart, to try on them what may be refused; marks are shared, they never change."""
+        twin = CachePlan(self.max_ctx, [ring.copy() for ring in self._rings])
+        twin.pos, twin._live, twin._taken = self.pos, list(self._live), self._taken
+        return twin
 
     @property
     def live(self) -> tuple[SnapshotMark, ...]:
@@ -101,19 +106,11 @@ class CachePlan:
                 ring.apply_rebase(plan.new_base)
         self.pos += rows
 
-    def snapshot(self, pin: bool = True) -> SnapshotMark:
-        """Takes a snapshot at `pos`.
-
-        Raises:
-            CapacityExceeded: as many are live as the session was opened with.
-        """
-        if self.max_snapshots is not None and len(self._live) >= self.max_snapshots:
-            raise CapacityExceeded(
-                f"{len(self._live)} snapshots are live and the session was opened with snapshots={self.max_snapshots}: "
-                "close one first, or open with more"
-            )
+    def snapshot(self, pin: bool = True, pos: int | None = None) -> SnapshotMark:
+        """Takes a snapshot at `pos` (None: here); an earlier row is one of the step just appended, so its view is whole."""
         self._taken += 1
-        mark = SnapshotMark(f"snapshot {self._taken} at row {self.pos}", self.pos, pin)
+        pos = self.pos if pos is None else pos
+        mark = SnapshotMark(f"snapshot {self._taken} at row {pos}", pos, pin)
         self._live.append(mark)
         return mark
 

@@ -55,6 +55,12 @@ class KvRing:
         self.window = window
         self.base = 0
 
+    def copy(self) -> KvRing:
+        """The same ring apart."""
+        twin = KvRing(self.rows, self.window)
+        twin.base = self.base
+        return twin
+
     def view_start(self, length: int) -> int:
         """The first absolute row of a reader's view when `length` rows are there, aligned down to 32."""
         return max(0, length - (self.window - 1)) & ~(VIEW_ALIGN - 1)

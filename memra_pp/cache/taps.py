@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,4 +45,12 @@ class DflashTapSink:
         if end > self.t:
             raise CacheError(f"tap rows [{self.base}, {end}) do not fit in a sink of {self.t} rows: arm a larger one")
         for slot in slots:
-            self.buf[self.base : end, slot * self.hidden : (slot + 1) * self.hidden] = rows
+            self._slot(slot, len(rows))[:] = rows
+
+    def place(self, slots: Sequence[int], rows: NDArray[np.float32]) -> None:
+        """Stores what another sink, of `slots` alone, holds: f32 `[n, len(slots) * hidden]`, as a stage sends it."""
+        for at, slot in enumerate(slots):
+            self._slot(slot, len(rows))[:] = rows[:, at * self.hidden : (at + 1) * self.hidden]
+
+    def _slot(self, slot: int, rows: int) -> Buffer:
+        return self.buf[self.base : self.base + rows, slot * self.hidden : (slot + 1) * self.hidden]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -80,6 +81,11 @@ class ModelConfig:
     def n_layer(self) -> int:
         """Layers with a plan: the trunk and the MTP/NextN blocks after it."""
         return len(self.layers)
+
+    @cached_property
+    def recurrent(self) -> bool:
+        """Whether any layer keeps recurrent state, so that going back means replaying rows."""
+        return any(isinstance(plan, RecurrentPlan) for plan in self.layers)
 
     def without_mtp(self) -> ModelConfig:
         """The same model with its MTP/NextN blocks left out."""

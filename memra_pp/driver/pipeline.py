@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
 from ..admission import Ledger, session_ctx
-from ..cache import stage_layout
 from ..cache.sizing import Recurrent
 from ..config import KvPlan
 from ..errors import AdmissionError, InputError, StageError, checked_int, require
 from ..models.tokenizer import Tokenizer, load_tokenizer
 from ..stage.frames import CLOSE, MAX_BODY_BYTES, OPEN, Entry
-from ..stage.spec import StageSpec
-from ..stage.worker import MAX_SNAPSHOTS
+from ..stage.spec import MAX_SNAPSHOTS, SessionShape, StageSpec
 from .chain import Chain
-from .session import Session, SessionShape, checked_prompt
+from .drafters import CallableDrafter, Draft, Drafter, NgramDrafter
+from .model_drafter import ModelDrafter
+from .sampling import SamplingParams
+from .session import Session
+from .tokens import checked_prompt
 
 MAX_NEW_TOKENS = 1 << 40
 
@@ -50,6 +55,9 @@ class Pipeline:
         self._ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
         self._ending: set[int] = set()
+        self._drafters: dict[Path, Pipeline] = {}
+        self._counters = dict.fromkeys(("rounds", "drafted", "accepted", "rebuilds"), 0)
+        self._counting = threading.Lock()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -74,7 +82,7 @@ class Pipeline:
         Args:
             prompt: token ids, at least one.
             max_new_tokens: rows to allow for after the prompt; the context is clamped to `max_ctx`.
-            speculate: most draft tokens in one `verify`.
+            speculate: most drafts of a round; a `verify` takes one token more.
             recurrent: how a rollback finds recurrent state: `replay` or `states`.
             snapshots: most live snapshots at a time.
 
@@ -90,22 +98,73 @@ class Pipeline:
         snapshots = checked_int(InputError, "snapshots", snapshots, 0, MAX_SNAPSHOTS)
         require(recurrent in get_args(Recurrent), InputError, "recurrent", recurrent, "replay or states")
         ctx = session_ctx(len(tokens), max_new_tokens, speculate, self.max_ctx)
-        session = Session(self, next(self._ids), tokens, SessionShape(ctx, speculate, recurrent, snapshots))
+        session = Session(self, next(self._ids), tokens, SessionShape(ctx, snapshots, recurrent, speculate))
         self._open(session)
         return session
 
-    def generate(self, prompt: Iterable[int], *, max_new_tokens: int, eos_ids: Iterable[int] | None = None) -> Iterator[int]:
-        """Greedy tokens after a prompt, one by one, until `max_new_tokens`, the context's end or one of `eos_ids`
-        (default: the model's own), which is not given out.
+    def generate(
+        self,
+        prompt: Iterable[int],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingParams | None = None,
+        draft: Draft | None = None,
+    ) -> Iterator[int]:
+        """Tokens after a prompt, one by one, until `max_new_tokens`, the context's end, a text of `sampling.stop` (its last
+        token is given out) or one of `sampling.eos_ids` (default: the model's own), which is not.
+
+        Args:
+            prompt: token ids, at least one.
+            max_new_tokens: most tokens to give out.
+            sampling: how tokens are picked (None: greedily).
+            draft: how to speculate (None: not at all). It changes the time a text takes, never the text.
 
         Raises:
-            InputError, AdmissionError, StageError: as `open`, when the first token is asked for.
+            InputError, AdmissionError, ConfigError, StageError: as `open`, and for a drafter that cannot be used, when the
+                first token is asked for.
         """
-        with self.open(prompt, max_new_tokens=max_new_tokens) as session:
-            yield from session.generate(max_new_tokens, eos_ids)
+        asked: dict[str, Any] = {} if draft is None else {"speculate": draft.k, "recurrent": draft.recurrent}
+        with self.open(prompt, max_new_tokens=max_new_tokens, **asked) as session:
+            yield from session.generate(max_new_tokens, sampling, draft)
+
+    @contextlib.contextmanager
+    def drafter(self, draft: Draft, ctx: int) -> Iterator[Drafter]:
+        """The drafter of one generation of at most `ctx` rows. A drafting model is loaded once, and stays with the pipeline.
+
+        Raises:
+            ConfigError: the drafting model cannot be used.
+        """
+        if draft.by == "ngram":
+            yield NgramDrafter()
+        elif isinstance(draft.by, str | PathLike):
+            drafter = ModelDrafter(self._drafting(Path(draft.by)), self.cfg.n_vocab, ctx)
+            try:
+                yield drafter
+            finally:
+                drafter.close()
+        elif hasattr(draft.by, "propose"):
+            yield draft.by
+        else:
+            yield CallableDrafter(draft.by)
+
+    def _drafting(self, model: Path) -> Pipeline:
+        from .launch import launch
+
+        if model not in self._drafters:
+            self._drafters[model] = launch(model, stages=1, backend="local", mtp=False)
+        return self._drafters[model]
+
+    def count(self, **more: int) -> None:
+        """Adds to the counters of `stats()`."""
+        with self._counting:
+            for name, value in more.items():
+                self._counters[name] += value
 
     def stats(self) -> dict[str, Any]:
         """What the pipeline and each stage have done, and the bytes planned for the live sessions beside those allocated.
+
+        `traversals` counts frames through the chain, of which `rounds` were rounds, with `drafted` drafts and `accepted` of
+        them; `rebuilds` counts sessions whose tokens were replayed because a stage's device had failed.
 
         Raises:
             StageError: the pipeline is closed, or a stage does not answer.
@@ -120,6 +179,7 @@ class Pipeline:
             "ring": self.policy.ring,
             "sessions": len(self._sessions),
             "traversals": self.chain.traversals,
+            **self._counters,
             "stages": stages,
         }
 
@@ -128,6 +188,8 @@ class Pipeline:
         for session in list(self._sessions.values()):
             session.abandon()
         self._sessions.clear()
+        for drafting in self._drafters.values():
+            drafting.close()
         self.chain.close()
 
     def __enter__(self) -> Pipeline:
@@ -152,7 +214,7 @@ class Pipeline:
     def _open(self, session: Session) -> None:
         self._finish_ending()
         shape = session.shape
-        charges = [self._charge(spec.stage, shape) for spec in self._specs]
+        charges = [sum(a.bytes for a in spec.layout(shape)) for spec in self._specs]
         self._ledger.reserve(session.id, charges)
         self._ending.add(session.id)  # until every stage has said that it is open
         entry = Entry(OPEN, session.id, 0, self.chain.epoch)
@@ -167,16 +229,3 @@ class Pipeline:
             raise StageError(f"planned {charges} bytes a stage and {allocated} were allocated: this is a bug")
         stage, kind, message = fault
         raise (AdmissionError if kind == "CapacityExceeded" else StageError)(f"stage {stage}: {message}")
-
-    def _charge(self, stage: int, shape: SessionShape) -> int:
-        layout = stage_layout(
-            self.cfg,
-            self.fence,
-            stage,
-            shape.ctx,
-            self.policy,
-            snapshots=shape.snapshots,
-            recurrent=shape.recurrent,
-            speculate=shape.speculate,
-        )
-        return sum(a.bytes for a in layout)

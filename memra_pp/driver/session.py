@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import operator
+import logging
 import sys
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from ..cache import CachePlan
-from ..cache.sizing import Recurrent
-from ..errors import InputError, StageError, checked_int
-from ..models.protocol import Array, LogitRows
-from ..stage.frames import step
+from ..cache import DflashTapSink
+from ..errors import CacheError, InputError, StageError, checked_int
+from ..models.protocol import Array
+from ..stage.frames import ARGMAX, LOGITS, RESET, TOPK, Entry, Frame, Note, want_code
+from ..stage.spec import SessionShape
+from .books import Books, Slot, Step
+from .drafters import Draft, checked_drafts
+from .sampling import Sampler, SamplingParams, judge
+from .tokens import checked_tokens, chunks
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
-F32 = NDArray[np.float32]
+log = logging.getLogger(__name__)
 
 LOGITS_CHUNK_BYTES = 64 << 20
 """Logits carried by one frame of a prefill that asks for all of them."""
@@ -33,92 +36,124 @@ MAX_LOGITS_BYTES = 4 << 30
 
 
 @dataclass(frozen=True)
-class SessionShape:
-    """What a session was opened for: rows of context, most drafts in a verify, how recurrent state rolls back, snapshots."""
+class Round:
+    """What a round gave: `accepted` of its drafts stand, `next` is the token sampled behind them, not fed yet, and `rows` are
+    the answers judged: row `i` is the distribution after draft `i - 1`, row 0 the one before every draft."""
 
-    ctx: int
-    speculate: int
-    recurrent: Recurrent
-    snapshots: int
+    accepted: int
+    next: int
+    rows: Array
+
+
+class SessionSnapshot:
+    """A place to roll back to, on every stage, as often as wanted. Close it, or leave its `with`, to free it and its pin."""
+
+    def __init__(self, session: Session, slot: Slot) -> None:
+        self._session, self._slot = session, slot
+
+    @property
+    def pos(self) -> int:
+        """How many tokens had been fed."""
+        return self._slot.mark.pos
+
+    def close(self) -> None:
+        """Ends the snapshot; closing twice is fine."""
+        self._session.end_snapshot(self._slot)
+
+    def slot_of(self, session: Session) -> Slot:
+        """The slot, if the snapshot is this session's.
+
+        Raises:
+            InputError: it is another's.
+        """
+        if self._session is not session:
+            raise InputError(f"{self._slot.mark.name} is another session's: use one that this session has taken")
+        return self._slot
+
+    def __enter__(self) -> SessionSnapshot:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
 
 
 class Session:
     """A sequence on every stage. Open one with `Pipeline.open`; use it as a context manager.
 
-    A call that is refused (`InputError`, `CacheError`) has changed nothing. After a `StageError` the session is failed:
-    close it and open another.
+    A call that is refused (`InputError`, `CacheError`) has changed nothing. A step that a stage's device fails is made good by
+    replaying the tokens once; if it fails again, `StageError`: close the session and open another.
+
+    `want` of a call says what is answered for a row: its `logits` (f32 `[n_vocab]`), their `argmax` (i32 `[]`), or `topk:n`
+    (`[n]` with the fields `id`, i4, and `logit`, f4, best first). Only that crosses the lanes.
+
+    `dflash_taps`, when set, is a sink that every forward fills: the residual rows of the tokens fed, from row `base` on, which
+    moves on with them.
     """
 
     def __init__(self, pipe: Pipeline, session_id: int, prompt: list[int], shape: SessionShape) -> None:
         self.id = session_id
         self.shape = shape
+        self.dflash_taps: DflashTapSink | None = None
         self._pipe = pipe
         self._prompt = prompt
-        self._plan = CachePlan.of(pipe.cfg, shape.ctx, pipe.policy, shape.snapshots)
-        self._tokens: list[int] = []
-        self._seq = 1
+        self._books = Books(pipe.cfg, pipe.policy, shape, session_id)
+        self._next: int | None = None
         self._state = "open"
         self._lock = threading.Lock()
 
     @property
     def tokens(self) -> list[int]:
-        """The tokens fed, oldest first."""
-        return list(self._tokens)
+        """The tokens fed and not rolled back, oldest first."""
+        return list(self._books.tokens)
 
     @property
     def pos(self) -> int:
-        """How many tokens were fed."""
-        return self._plan.pos
+        """How many they are."""
+        return self._books.plan.pos
 
-    def prefill(self, all_logits: bool = False) -> F32:
-        """Feeds the prompt, in chunks; f32 `[n_vocab]` of its last row, or `[len(prompt), n_vocab]` of all.
+    @property
+    def drafts_possible(self) -> int:
+        """The most drafts that fit in the next round: its base, the context and the rings allow no more."""
+        return min(self.shape.speculate, self._books.rows_possible() - 1)
+
+    def prefill(self, all_logits: bool = False, want: str = "logits") -> Array:
+        """Feeds the prompt, in chunks; the answer for its last row, f32 `[n_vocab]`, or for all, `[len(prompt), n_vocab]`.
 
         Raises:
             InputError: it was fed already, or all logits are more than 4 GiB.
             StageError: a stage failed.
         """
         with self._turn():
-            return self._prefill(all_logits)
+            if self._books.tokens:
+                raise InputError(f"the prompt of {len(self._prompt)} tokens was fed already: use extend, decode or verify")
+            if not all_logits:
+                return self._feed(self._prompt, self._code(want))
+            return self._prefill_all(self._code(want))
 
-    def _prefill(self, all_logits: bool) -> F32:
-        if self._tokens:
-            raise InputError(f"the prompt of {len(self._prompt)} tokens was fed already: use extend, decode or verify")
-        if not all_logits:
-            return self._feed(self._prompt)
-        row_bytes = 4 * self._pipe.cfg.n_vocab
-        if len(self._prompt) * row_bytes > MAX_LOGITS_BYTES:
-            raise InputError(
-                f"all logits of {len(self._prompt)} rows are {len(self._prompt) * row_bytes} bytes, more than "
-                f"{MAX_LOGITS_BYTES}: prefill a shorter prompt, or take the last row only"
-            )
-        chunk = min(self._pipe.prefill_chunk, max(1, LOGITS_CHUNK_BYTES // row_bytes))
-        self._plan.check_append(len(self._prompt), chunk)
-        return np.concatenate([self._step(part, "all") for part in _chunks(self._prompt, chunk)])
-
-    def extend(self, tokens: Iterable[int]) -> F32:
-        """Feeds more tokens, in chunks: the next turn of a dialogue, say. f32 `[n_vocab]` of the last row.
+    def extend(self, tokens: Iterable[int], want: str = "logits") -> Array:
+        """Feeds more tokens, in chunks: the next turn of a dialogue, say. The answer for the last row, f32 `[n_vocab]`.
 
         Raises:
             InputError: no tokens, or bad ones; nothing was fed.
-            CapacityExceeded: they do not fit the session's context; nothing was fed.
+            CacheError: they do not fit the session's context, or a live snapshot's rows; nothing was fed.
             StageError: a stage failed.
         """
         with self._turn():
-            return self._feed(self._checked(tokens))
+            return self._feed(self._checked(tokens), self._code(want))
 
-    def decode(self, token: int) -> F32:
-        """Feeds one token; f32 `[n_vocab]`, the distribution after it."""
+    def decode(self, token: int, want: str = "logits") -> Array:
+        """Feeds one token; f32 `[n_vocab]`, the distribution after it. Raises as `extend`."""
         with self._turn():
-            return self._feed(self._checked([token]))
+            return self._feed(self._checked([token]), self._code(want))
 
-    def verify(self, tokens: Iterable[int]) -> F32:
+    def verify(self, tokens: Iterable[int], want: str = "logits") -> Array:
         """Feeds a draft in one step; f32 `[len(tokens), n_vocab]`, row `i` being the distribution after token `i`.
 
-        All rows stand.
+        All rows stand until `rollback` to a snapshot taken before.
 
         Raises:
             InputError: no tokens, bad ones, or more than `speculate + 1`; nothing was fed.
-            CacheError: they do not fit the session's context or its rings; nothing was fed.
+            CacheError: they do not fit the session's context, its rings or a live snapshot; nothing was fed.
             StageError: a stage failed.
         """
         with self._turn():
@@ -128,25 +163,75 @@ class Session:
                     f"verify takes at most {self.shape.speculate + 1} tokens in this session, not {len(draft)}: "
                     "open it with a larger speculate"
                 )
-            self._plan.check_append(len(draft))
-            return self._step(draft, "all")
+            self._check(len(draft))
+            keep = len(draft) - 1 if self._keeps_states and any(self._books.slots) else 0
+            return self._step(draft, logits=len(draft), want=self._code(want), keep=keep)
 
-    def generate(self, max_new_tokens: int, eos_ids: Iterable[int] | None = None) -> Iterator[int]:
-        """Greedy tokens, from a fresh session, until one of `eos_ids` (default: the model's own), which
-        is not given out. Only token ids cross the lanes."""
-        stop = self._pipe.cfg.eos_ids if eos_ids is None else frozenset(checked_ids(eos_ids, "eos_ids"))
-        if self._tokens:
+    def snapshot(self, pin: bool = True) -> SessionSnapshot:
+        """Takes a snapshot where the session stands, on every stage, in one traversal.
+
+        A pinned one keeps the rows it needs: appends that would overwrite them are refused. One that is not pinned can be
+        lapped, and then no longer restored.
+
+        Raises:
+            InputError: nothing has been fed yet.
+            CapacityExceeded: as many are live as the session was opened with.
+        """
+        with self._turn():
+            self._require_fed()
+            _, slot = self._step_to_snapshot([], snapshot_at=0, pin=pin)
+            return SessionSnapshot(self, slot)
+
+    def rollback(self, snap: SessionSnapshot, accept: int) -> None:
+        """Stands at `snap.pos + accept` again, state and all; snapshots taken since `snap` have ended.
+
+        Costs no traversal: the stages go back when the next rows come, replaying the accepted ones where the model has
+        recurrent state and did not keep the state wanted.
+
+        Raises:
+            InputError: the snapshot is another session's, or `accept` is not an integer.
+            RingLapped: rows it needs are overwritten: full re-prime required. Nothing has changed.
+            CacheError: it has ended, or fewer than `accept` tokens were fed since. Nothing has changed.
+        """
+        with self._turn():
+            self._books.rollback(snap.slot_of(self), checked_int(InputError, "accept", accept, 0, sys.maxsize))
+            self._next = None
+
+    def round(self, drafts: Iterable[int], sampler: Sampler | None = None, *, next: int | None = None) -> Round:
+        """One draft/verify round, in one traversal: feeds the token sampled last and `drafts` behind it, keeps the drafts that
+        `sampler` would have sampled itself, rolls the others back, and samples the token after them.
+
+        What is rolled back rides in front of the next step; so does its replay, which a round never lets grow.
+
+        Args:
+            drafts: at most `speculate` (see `drafts_possible`); none makes it a plain decode.
+            sampler: how tokens are picked (None: greedily).
+            next: the token to feed first (None: `next` of the round before).
+
+        Raises:
+            InputError: a bad token or draft, or no token to feed first; nothing was fed.
+            CacheError: the rows do not fit, or no snapshot is free for the round; nothing was fed.
+            StageError: a stage failed.
+        """
+        with self._turn():
+            sampler = Sampler(None) if sampler is None else sampler
+            first = self._next if next is None else next
+            if first is None:
+                raise InputError("no token to feed first: pass next=, the one sampled after the rows fed so far")
+            tokens = self._checked([first, *checked_drafts(drafts, self.shape.speculate, self._pipe.cfg.n_vocab)])
+            self._check(len(tokens))
+            return self._round(tokens, sampler)
+
+    def generate(
+        self, max_new_tokens: int, sampling: SamplingParams | None = None, draft: Draft | None = None
+    ) -> Iterator[int]:
+        """Tokens after the prompt of a fresh session, one by one: see `Pipeline.generate`. `draft.k` may not exceed the
+        session's `speculate`."""
+        from .generate import generate
+
+        if self._books.tokens:
             raise InputError("generate begins with the prompt, which was fed already: open a fresh session, or decode")
-        feed = self._prompt
-        for _ in range(checked_int(InputError, "max_new_tokens", max_new_tokens, 0, sys.maxsize)):
-            with self._turn():
-                token = int(self._feed(feed, "argmax"))
-            if token in stop:
-                return
-            yield token
-            if self.pos >= self.shape.ctx:
-                return
-            feed = [token]
+        return generate(self._pipe, self, max_new_tokens, sampling, draft)
 
     def close(self) -> None:
         """Gives the session's bytes back on every stage; closing twice is fine."""
@@ -163,45 +248,156 @@ class Session:
         """Marks the session closed because its pipeline closes."""
         self._state = "closed"
 
+    def end_snapshot(self, slot: Slot) -> None:
+        """Ends a snapshot of this session, if it is live."""
+        with self._lock:
+            self._books.end(slot)
+
     def __enter__(self) -> Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _feed(self, tokens: list[int], want: str = "logits") -> Array:
-        """Feeds tokens in chunks; the answer for the last row: its logits, or i32 `[]` with `want="argmax"`."""
-        chunk = self._pipe.prefill_chunk
-        self._plan.check_append(len(tokens), chunk)
-        *head, last = _chunks(tokens, chunk)
-        for part in head:
-            self._step(part, "none")
-        return np.asarray(self._step(last, "last", want)[0])
+    @property
+    def _keeps_states(self) -> bool:
+        return self.shape.recurrent == "states" and self._pipe.cfg.recurrent
 
-    def _step(self, tokens: list[int], logits: LogitRows, want: str = "logits") -> Array:
-        """One entry through the chain; its answer rows (none for `logits="none"`). The caller has checked that they fit."""
-        pipe = self._pipe
-        entry = step(self.id, self._seq, pipe.chain.epoch, self.pos, len(tokens), logits, want)
+    def _prefill_all(self, want: int) -> Array:
+        row_bytes = 4 * self._pipe.cfg.n_vocab
+        if len(self._prompt) * row_bytes > MAX_LOGITS_BYTES:
+            raise InputError(
+                f"all logits of {len(self._prompt)} rows are {len(self._prompt) * row_bytes} bytes, more than "
+                f"{MAX_LOGITS_BYTES}: prefill a shorter prompt, or take the last row only"
+            )
+        chunk = min(self._pipe.prefill_chunk, max(1, LOGITS_CHUNK_BYTES // row_bytes))
+        self._check(len(self._prompt), chunk)
+        return np.concatenate([self._step(part, logits=len(part), want=want) for part in chunks(self._prompt, chunk)])
+
+    def _feed(self, tokens: list[int], want: int) -> Array:
+        """Feeds tokens in chunks; the answer for the last row."""
+        chunk = self._pipe.prefill_chunk
+        self._check(len(tokens))
+        *head, last = chunks(tokens, chunk)
+        for part in head:
+            self._step(part)
+        answer: Array = self._step(last, logits=1, want=want)[0]
+        return answer
+
+    def _round(self, tokens: list[int], sampler: Sampler) -> Round:
+        drafts, want, base = tokens[1:], self._code(sampler.want), self.pos + 1
+        if not drafts:
+            rows = self._step(tokens, logits=1, want=want)
+            accepted, chosen = judge(sampler, rows, drafts, base)
+        else:
+            keep = len(drafts) - 1 if self._keeps_states else 0
+            rows, slot = self._step_to_snapshot(tokens, logits=len(tokens), want=want, snapshot_at=1, keep=keep)
+            accepted, chosen = judge(sampler, rows, drafts, base)
+            self._books.rollback(slot, accepted)
+            self._books.end(slot)
+        self._next = chosen
+        self._pipe.count(rounds=1, drafted=len(drafts), accepted=accepted)
+        return Round(accepted, chosen, rows)
+
+    def _step_to_snapshot(self, tokens: list[int], **asked: Any) -> tuple[Array, Slot]:
+        """A step that takes a snapshot: its answer rows, and the snapshot."""
+        free = self._books.free_slot()
+        rows = self._step(tokens, **asked)
+        return rows, self._books.held(free)
+
+    def _step(self, tokens: list[int], **asked: Any) -> Array:
+        """One step through the chain, behind whatever is owed; its answer rows. A stage's fault costs a replay of every token
+        and one more try."""
+        fault = self._try_step(tokens, asked)
+        if isinstance(fault, Frame):
+            return self._answers(fault, tokens, asked.get("want", LOGITS))
+        log.warning("session %d failed on stage %d (%s: %s): replaying its tokens", self.id, *fault)
+        self._reset()
+        fault = self._try_step(tokens, asked)
+        if isinstance(fault, Frame):
+            return self._answers(fault, tokens, asked.get("want", LOGITS))
+        stage, kind, message = fault
+        raise StageError(f"session {self.id} failed on stage {stage}: {message} ({kind}); close it and open another")
+
+    def _try_step(self, tokens: list[int], asked: dict[str, Any]) -> Frame | list[Any]:
+        """Sends what must go ahead of the step, then the step: its reply, or the fault of the first that has one."""
+        books, epoch, chunk = self._books, self._pipe.chain.epoch, self._pipe.prefill_chunk
+        while (ahead := books.ahead(len(tokens), chunk)) is not None:
+            reply = self._send(books.replay_step(epoch, *ahead), None)
+            if (fault := reply.fault(0)) is not None:
+                return fault
+        note: Note | None = None
+        if self.dflash_taps is not None and tokens:
+            note = {"taps": {"layers": list(self.dflash_taps.layer_ids), "rows": len(tokens), "parts": []}}
+        reply = self._send(books.step(epoch, tokens, **asked), note)
+        return reply.fault(0) or reply
+
+    def _send(self, step: Step, note: Note | None) -> Frame:
+        """One step through the chain, written down if every stage has applied it."""
+        chain, before = self._pipe.chain, self._state
+        arrays = [np.array(step.rows, np.int32)] if step.rows else []
         self._state = "failed"
         try:
-            reply = pipe.chain.roundtrip(entry, [np.array(tokens, np.int32)], pipe.step_timeout)
+            reply = chain.roundtrip(step.entry, arrays, self._pipe.step_timeout, note)
         except InputError:
-            self._state = "open"
+            self._state = before
             raise
+        if reply.fault(0) is not None:
+            return reply
+        if reply.hops != len(chain.budgets):
+            raise StageError(f"{reply.hops} of {len(chain.budgets)} stages applied a step of session {self.id}; close it")
+        self._books.commit(step)
+        self._state, self._next = "open", None
+        return reply
+
+    def _reset(self) -> None:
+        """Empties the session on every stage; what it held is owed."""
+        books, chain = self._books, self._pipe.chain
+        reply = chain.roundtrip(Entry(RESET, self.id, books.seq + 1, chain.epoch), [], self._pipe.step_timeout)
         if (fault := reply.fault(0)) is not None:
-            stage, kind, message = fault
-            raise StageError(f"session {self.id} failed on stage {stage}: {message} ({kind}); close it and open another")
-        self._plan.append(len(tokens))
-        if reply.hops != len(pipe.chain.budgets):
-            raise StageError(f"{reply.hops} of {len(pipe.chain.budgets)} stages applied a step of session {self.id}; close it")
-        self._seq += 1
-        self._tokens += tokens
-        self._state = "open"
-        return reply.arrays[0] if reply.arrays else np.empty(0, np.float32)
+            raise StageError(f"session {self.id} could not be reset on stage {fault[0]}: {fault[2]}; close it and open another")
+        books.seq += 1
+        books.restart()
+        self._pipe.count(rebuilds=1)
+
+    def _answers(self, reply: Frame, tokens: list[int], want: int) -> Array:
+        parts = reply.notes.get(0, {}).get("taps", {}).get("parts", [])
+        answers = reply.arrays[: len(reply.arrays) - len(parts)]
+        taps = reply.arrays[len(answers) :]
+        sink = self.dflash_taps
+        if sink is not None and tokens:
+            for array, slots in parts:
+                sink.place(slots, taps[array])
+            sink.base += len(tokens)
+        if not answers:
+            return np.empty(0, np.float32)
+        return answers[0].view(TOPK) if want > ARGMAX else answers[0]
+
+    def _check(self, rows: int, chunk: int | None = None) -> None:
+        """Whether `rows` more rows fit everywhere: the context, the rings, the taps."""
+        self._books.check(rows, chunk or self._pipe.prefill_chunk)
+        sink, cfg = self.dflash_taps, self._pipe.cfg
+        if sink is None:
+            return
+        if sink.base + rows > sink.t:
+            raise CacheError(
+                f"{rows} rows behind row {sink.base} do not fit in taps of {sink.t} rows: arm a larger sink, or set its base to 0"
+            )
+        if sink.hidden != cfg.n_embd or not all(0 <= il < cfg.n_trunk for il in sink.layer_ids):
+            raise InputError(
+                f"taps of layers {list(sink.layer_ids)}, {sink.hidden} wide: the model has layers 0 to {cfg.n_trunk - 1}, "
+                f"{cfg.n_embd} wide"
+            )
+
+    def _code(self, want: str) -> int:
+        return want_code(want, self._pipe.cfg.n_vocab)
+
+    def _require_fed(self) -> None:
+        if not self._books.tokens:
+            raise InputError("nothing has been fed yet: call prefill first")
 
     def _checked(self, tokens: Iterable[int]) -> list[int]:
-        if not self._tokens:
-            raise InputError("nothing has been fed yet: call prefill first")
+        self._require_fed()
         return checked_tokens(tokens, self._pipe.cfg.n_vocab, "the list of tokens")
 
     @contextlib.contextmanager
@@ -217,46 +413,3 @@ class Session:
             yield
         finally:
             self._lock.release()
-
-
-def checked_prompt(prompt: Iterable[int], n_vocab: int, max_ctx: int) -> list[int]:
-    """A prompt's ids as plain integers.
-
-    Raises:
-        InputError: as `checked_tokens`, or it is longer than the context.
-    """
-    tokens = checked_tokens(prompt, n_vocab, "the prompt")
-    if len(tokens) > max_ctx:
-        raise InputError(f"a prompt of {len(tokens)} tokens: the context is {max_ctx}; shorten the prompt")
-    return tokens
-
-
-def checked_tokens(tokens: Iterable[int], n_vocab: int, name: str) -> list[int]:
-    """Token ids as plain integers.
-
-    Raises:
-        InputError: none, not integers, or outside `[0, n_vocab)`.
-    """
-    ids = checked_ids(tokens, name)
-    if not ids:
-        raise InputError(f"{name} is empty: pass at least one token")
-    bad = next((t for t in ids if not 0 <= t < n_vocab), None)
-    if bad is not None:
-        raise InputError(f"{name}: there is no token {bad}; the model's vocabulary is 0 to {n_vocab - 1}")
-    return ids
-
-
-def checked_ids(tokens: Iterable[int], name: str) -> list[int]:
-    """Token ids as plain integers, of any size.
-
-    Raises:
-        InputError: not an iterable of integers.
-    """
-    try:
-        return [operator.index(t) for t in tokens]
-    except TypeError:
-        raise InputError(f"{name} must be token ids, integers from the tokenizer") from None
-
-
-def _chunks(tokens: list[int], size: int) -> list[list[int]]:
-    return [tokens[at : at + size] for at in range(0, len(tokens), size)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from os import PathLike
 
 import numpy as np
@@ -12,16 +13,34 @@ from ..config import ModelConfig
 from ..errors import ConfigError
 from ..kernels import CpuDev
 from .gemma3 import Gemma3
+from .parts import Forward
 from .protocol import Segment, StageModel, StepBatch
+from .qwen3_5 import Qwen35
 from .tokenizer import load_tokenizer
 from .weights import open_weights
 
-__all__ = ["Gemma3", "Segment", "StageModel", "StepBatch", "forward_layers", "load_tokenizer", "stage_model_for"]
+__all__ = [
+    "Forward",
+    "Gemma3",
+    "Qwen35",
+    "Segment",
+    "StageModel",
+    "StepBatch",
+    "forward_layers",
+    "load_tokenizer",
+    "stage_model_for",
+]
 
-_FORWARDS = {"gemma3": Gemma3, "gemma3_text": Gemma3}
+_FORWARDS: Mapping[str, type[Forward]] = {
+    "gemma3": Gemma3,
+    "gemma3_text": Gemma3,
+    "qwen3_next": Qwen35,
+    "qwen3_5": Qwen35,
+    "qwen3_5_text": Qwen35,
+}
 
 
-def stage_model_for(cfg: ModelConfig) -> type[Gemma3]:
+def stage_model_for(cfg: ModelConfig) -> type[Forward]:
     """The reference forward of an architecture.
 
     Raises:
@@ -68,7 +87,7 @@ def forward_layers(
     with Cache.new_ppn_slice(dev, layers.start, layers.stop, cfg, len(x), policy=policy) as cache:
         for at in range(0, len(x), PRIME_CHUNK_MAX_TOKENS):
             rows = x[at : at + PRIME_CHUNK_MAX_TOKENS]
-            batch = StepBatch((Segment(cache.pos, len(rows), "none"),))
+            batch = StepBatch((Segment(cache.pos, len(rows), logits=0),))
             parts.append(forward.run_layers(batch, rows, [cache]))
             cache.pos += len(rows)
     return np.concatenate(parts)

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache import Cache
+from ..cache import Cache, CacheSnapshot
 from ..config import ModelConfig
 
 Array = NDArray[Any]
-LogitRows = Literal["none", "last", "all"]
 
 
 class Segment(NamedTuple):
     """The rows of one session in a step: `rows` of them at positions `pos, pos + 1, ...`.
 
-    `logits` says which of them the last stage computes logits for. `snapshot_at = r` asks a recurrent layer for its state
-    after the first `r` rows.
+    The last stage computes logits for the last `logits` of them. Each `(r, snapshot)` in `captures`, ascending in
+    `1 <= r <= rows`, asks every recurrent layer `il` to copy its state after the first `r` rows into
+    `snapshot.states[il]`; attention layers have nothing to do.
     """
 
     pos: int
     rows: int
-    logits: LogitRows = "last"
-    snapshot_at: int | None = None
-
-    @property
-    def logit_count(self) -> int:
-        """How many of the rows, the last ones, logits are computed for."""
-        return self.rows if self.logits == "all" else int(self.logits == "last")
+    logits: int = 1
+    captures: tuple[tuple[int, CacheSnapshot], ...] = ()
 
 
 class StepBatch(NamedTuple):
@@ -42,7 +37,7 @@ class StepBatch(NamedTuple):
     @property
     def n_logits(self) -> int:
         """Rows of logits in all."""
-        return sum([s.logit_count for s in self.segments])
+        return sum([s.logits for s in self.segments])
 
     @property
     def slices(self) -> tuple[slice, ...]:
@@ -60,7 +55,7 @@ class StepBatch(NamedTuple):
         """Batch rows that logits are wanted for, in order."""
         rows: list[int] = []
         for segment, where in zip(self.segments, self.slices, strict=True):
-            rows += range(where.stop - segment.logit_count, where.stop)
+            rows += range(where.stop - segment.logits, where.stop)
         return np.array(rows, np.int64)
 
 

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import starmap
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 
-from ..errors import FrameError, LaneError
-from ..models.protocol import Array, LogitRows
+from ..errors import FrameError, InputError, LaneError, require
+from ..models.protocol import Array
 
 PREFIX = struct.Struct("<IIIxxxxqq")
 GENERAL, PLAIN = 0x3147504D, 0x3150504D  # "MPG1", "MPP1"
@@ -32,16 +32,18 @@ MAX_BODY_BYTES = 1 << 29
 MAX_NOTE_LIST = 1 << 12
 ALIGN = 64
 
-OPS = ("step", "open", "close", "ping", "stats", "stop")
-LOGITS: tuple[LogitRows, ...] = get_args(LogitRows)
-WANTS = ("logits", "argmax")
-STEP, OPEN, CLOSE, PING, STATS, STOP = range(len(OPS))
+OPS = ("step", "open", "close", "reset", "ping", "stats", "stop")
+STEP, OPEN, CLOSE, RESET, PING, STATS, STOP = range(len(OPS))
+LOGITS, ARGMAX = range(2)
+TOPK = np.dtype([("id", "<i4"), ("logit", "<f4")])
+"""What `topk:n` answers: `[rows, n]` of these, best first; equal logits by lower id."""
 
 DTYPES = (np.dtype("<f4"), np.dtype("<i4"))
-_ENTRY = struct.Struct("<8q")
+_FIELDS = 15
+_ENTRY = struct.Struct(f"<{_FIELDS}q")
 _ARRAY = struct.Struct("<3q")
 _COUNTS = struct.Struct("<3I")
-_PLAIN = struct.Struct("<IIIxxxxqq8q3q")
+_PLAIN = struct.Struct(f"<IIIxxxxqq{_FIELDS}q3q")
 _PLAIN_HEAD = -(-_PLAIN.size // ALIGN) * ALIGN
 _PLAIN_PADDING = bytes(_PLAIN_HEAD - _PLAIN.size)
 _PADDING = bytes(ALIGN)
@@ -52,8 +54,14 @@ Note = dict[str, Any]
 class Entry(NamedTuple):
     """One session's part of a frame: a record of integers.
 
-    `op`, `logits` and `want` index `OPS`, `LOGITS` and `WANTS`. `seq` counts the session's steps, `epoch` the wiring of the
-    lanes, `base_len` is the session's `pos` before the rows. `rows` rows of the frame's array are this session's.
+    `op` indexes `OPS`. `seq` counts the session's steps, `epoch` the wiring of the lanes. A step is applied in this order:
+
+    - `restore`, if not 0, is 1 + the slot of the snapshot to roll back to, keeping `accept` rows;
+    - the user's snapshots in the slots of the bit mask `drop` end;
+    - `rows` rows of the frame's array are appended at `base_len`, the session's `pos` after the rollback. The last stage
+      answers the last `logits` of them as `want` says: 0 their logits, 1 the argmax, 1 + n the n best;
+    - `snapshot`, if not 0, is 1 + the slot that the state after the first `snapshot_at` rows goes to, pinned if `pin`;
+    - the states after each of the `keep` rows before the last go to the slots behind the user's.
     """
 
     op: int
@@ -61,18 +69,39 @@ class Entry(NamedTuple):
     seq: int
     epoch: int
     base_len: int = 0
-    logits: int = 0
-    want: int = 0
     rows: int = 0
+    logits: int = 0
+    want: int = LOGITS
+    restore: int = 0
+    accept: int = 0
+    drop: int = 0
+    snapshot: int = 0
+    snapshot_at: int = 0
+    pin: int = 0
+    keep: int = 0
 
 
 _entry_of: Any = partial(tuple.__new__, Entry)
 """An entry of a record's fields, unpacked and checked: made without the steps of `Entry.__new__`, on every hop of a token."""
 
 
-def step(session: int, seq: int, epoch: int, base_len: int, rows: int, logits: str = "last", want: str = "logits") -> Entry:
-    """A step entry of `rows` rows at `base_len`, asking for `want` of the rows that `logits` names."""
-    return Entry(STEP, session, seq, epoch, base_len, LOGITS.index(logits), WANTS.index(want), rows)
+def want_code(want: str, n_vocab: int) -> int:
+    """`Entry.want` of `logits`, `argmax` or `topk:n`.
+
+    Raises:
+        InputError: it is none of these, or more than the vocabulary is wanted.
+    """
+    if want in ("logits", "argmax"):
+        return (LOGITS, ARGMAX)[want == "argmax"]
+    n = want.removeprefix("topk:") if isinstance(want, str) else ""
+    require(
+        n != want and n.isdecimal() and 1 <= int(n) <= n_vocab,
+        InputError,
+        "want",
+        want,
+        f"logits, argmax or topk:1 to {n_vocab}",
+    )
+    return ARGMAX + int(n)
 
 
 @dataclass(slots=True)
@@ -82,8 +111,12 @@ class Frame:
 
     `hops` counts the stages that have applied the frame: all its entries, or what a note says of one.
     `notes[i]` is what entry `i` says beyond its record: `args` of an open and the `bytes` each stage allocated for it, the
-    `answer` to a question, or the `fault` (`[stage, kind, message]`) of an entry that a stage could not apply. Such an
-    entry travels on without rows.
+    `answer` to a question, the `taps` of a step, or the `fault` (`[stage, kind, message]`) of an entry that a stage could
+    not apply. Such an entry travels on without rows.
+
+    Taps: `taps` holds the tapped `layers`, the `rows`, the last ones, that are tapped, and for every stage that runs some of
+    those layers `[array, slots]` in `parts`: which of the frame's arrays, counted from behind its rows or answers, holds
+    those slots side by side.
     """
 
     id: int
@@ -171,8 +204,8 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
     try:
         if plain:
             _require_whole(fields)
-            array, end = _array(buffer[:size], head, fields[8:])
-            frame = Frame(frame_id, [_entry_of(fields[:8])], [array], {}, hops)
+            array, end = _array(buffer[:size], head, fields[_FIELDS:])
+            frame = Frame(frame_id, [_entry_of(fields[:_FIELDS])], [array], {}, hops)
         else:
             frame, end = _read_general(buffer[:size])
         if end != size:

@@ -8,19 +8,18 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
-from ..cache import Cache
-from ..cache.sizing import Recurrent, state_copies
-from ..errors import InputError, MemraError, StageError, checked_int, require
+from ..errors import InputError, MemraError, StageError
 from ..kernels import CpuDev
 from ..kernels.cpu import available_bytes
 from ..models.protocol import Array, Segment, StageModel, StepBatch
-from . import frames
-from .frames import LOGITS, STEP, WANTS, Entry, Frame, Note
-from .spec import StageSpec
+from . import frames, taps
+from .frames import ARGMAX, LOGITS, STEP, TOPK, Entry, Frame, Note
+from .session import Captures, StageSession
+from .spec import SessionShape, StageSpec
 
 log = logging.getLogger(__name__)
 
@@ -28,19 +27,9 @@ RESERVE_BYTES = 128 << 20
 """Left free beside weights, workspace and caches."""
 
 MAX_SESSIONS = 65536
-MAX_SNAPSHOTS = 64
 MAX_FAULT_BYTES = 1000
 _F32 = np.dtype(np.float32)
 _NO_ROWS = np.empty(0, np.int32)
-
-
-@dataclass(slots=True)
-class StageSession:
-    """A session on this stage: its cache slice, the next `seq` it takes, and the fault of the step before, if any."""
-
-    cache: Cache
-    seq: int = 1
-    fault: list[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -53,8 +42,8 @@ class StageCounters:
     faults: int = 0
 
 
-_Step = tuple[int, Entry, StageSession, int]
-"""An admitted entry's index, the entry, its session and where its rows begin in the frame's array."""
+_Step = tuple[int, Entry, StageSession, int, Captures]
+"""An admitted entry's index, the entry, its session, where its rows begin in the frame's array, and what it captures."""
 
 
 @dataclass
@@ -71,7 +60,9 @@ class StageWorker:
     def __post_init__(self) -> None:
         self._loaded = time.perf_counter()
         self._last = self.spec.last
+        self._newest = 0
         self._width = self.spec.cfg.n_vocab if self._last else self.spec.cfg.n_embd
+        self._most_wanted = ARGMAX + self.spec.cfg.n_vocab
 
     @classmethod
     def load(cls, spec: StageSpec, model: type[StageModel]) -> StageWorker:
@@ -122,9 +113,14 @@ class StageWorker:
                     )
                 elif entry.op != STEP:
                     self._control(frame, i)
-                elif (session := self._admit(frame, i, entry, end <= len(x))) is not None:
-                    steps.append((i, entry, session, start))
-                    rows += end - start
+                elif (session := self._in_turn(frame, i, entry)) is not None:
+                    captures = self._begin(session, entry, end <= len(x), frame.notes.get(i) if frame.notes else None)
+                    session.seq += 1
+                    if entry.rows:
+                        steps.append((i, entry, session, start, captures))
+                        rows += end - start
+                    else:
+                        session.commit(entry, captures)
             except MemraError as error:
                 self._bury(frame, i, error)
             except Exception as error:
@@ -134,13 +130,14 @@ class StageWorker:
         counters = self.counters
         if steps:
             if rows != len(x):
-                x = np.concatenate([x[at : at + entry.rows] for _, entry, _, at in steps])
+                x = np.concatenate([x[at : at + entry.rows] for _, entry, _, at, _ in steps])
             frame.arrays = self._run(frame, steps, x)
             counters.steps += 1
             counters.rows += rows
         else:
             frame.arrays = []
         frame.hops += 1
+        self._newest = max(self._newest, frame.id)
         counters.compute_s += time.perf_counter() - started
 
     def stats(self) -> dict[str, Any]:
@@ -164,31 +161,39 @@ class StageWorker:
         self.sessions.clear()
         self.device.close()
 
-    def _admit(self, frame: Frame, i: int, entry: Entry, has_rows: bool) -> StageSession | None:
-        """Checks a step; the session whose rows are to run, None for a repeat, which is answered as the first time."""
+    def _in_turn(self, frame: Frame, i: int, entry: Entry) -> StageSession | None:
+        """The session whose step this is; None for a repeat of its last one, which is answered as the first time."""
         session = self.sessions.get(entry.session)
         if session is None:
             raise StageError(f"{self.spec} has no session {entry.session}: open it first")
-        plan = session.cache.plan
-        if entry.seq != session.seq or entry.base_len != plan.pos or entry.epoch != self.epoch:
+        if entry.seq != session.seq or entry.epoch != self.epoch or entry.base_len != session.base(entry):
             self._answer_repeat(frame, i, session)
             return None
-        if entry.rows < 1 or not has_rows or entry.logits >= len(LOGITS) or entry.want >= len(WANTS):
-            raise StageError(
-                f"{self.spec}: a step of {entry.rows} rows (there: {has_rows}), logits={entry.logits}, want={entry.want}: "
-                f"it must have rows, and ask for one of {LOGITS} as one of {WANTS}"
-            )
-        plan.check_append(entry.rows)
-        session.seq += 1
+        if session.broken:
+            raise StageError(f"{self.spec}: session {entry.session} broke in the step before: reset it first")
         return session
+
+    def _begin(self, session: StageSession, entry: Entry, has_rows: bool, note: Note | None) -> Captures:
+        """Checks a step in turn as a whole, and applies what comes before its rows."""
+        if not (has_rows and entry.logits <= entry.rows and (entry.rows or entry.snapshot) and entry.want <= self._most_wanted):
+            raise StageError(
+                f"{self.spec}: a step of {entry.rows} rows (there: {has_rows}), logits={entry.logits}, want={entry.want}: it "
+                f"must have rows or take a snapshot, ask for no more answers than rows, and want at most {self._most_wanted}"
+            )
+        tapped = () if note is None else taps.own_layers(self.spec, entry, note)
+        captures = session.begin(entry)
+        taps.arm(session, tapped, entry.rows)
+        return captures
 
     def _answer_repeat(self, frame: Frame, i: int, session: StageSession) -> None:
         """Answers a repeat of the session's last step as the first time; anything else out of turn is refused."""
         entry = frame.entries[i]
         self._require_epoch(entry)
         if not 1 <= entry.seq == session.seq - 1:
+            base = session.base(entry)
+            stands = f"slot {entry.restore - 1} holds no live snapshot" if base is None else f"row {base}"
             raise StageError(
-                f"{self.spec}: session {entry.session} stands at seq {session.seq}, row {session.cache.pos}; "
+                f"{self.spec}: session {entry.session} stands at seq {session.seq}, {stands}; "
                 f"an entry with seq {entry.seq}, row {entry.base_len} is refused"
             )
         frame.entries[i] = entry._replace(rows=0)
@@ -201,13 +206,17 @@ class StageWorker:
         self._require_epoch(entry)
         if entry.rows:
             raise StageError(f"{self.spec}: an entry of op {entry.op} with {entry.rows} rows: only a step has rows")
+        if frame.id <= self._newest:
+            raise StageError(f"{self.spec}: frame {frame.id} comes after frame {self._newest}: it is late or a repeat, refused")
         match entry.op:
             case frames.OPEN:
                 self._open(entry.session, frame.notes.get(i, {}))
             case frames.CLOSE:
                 self._close(entry.session)
+            case frames.RESET:
+                self._reset(entry)
             case _:
-                raise StageError(f"{self.spec}: an entry of op {entry.op}: it must be a step, an open or a close")
+                raise StageError(f"{self.spec}: an entry of op {entry.op}: it must be a step, an open, a close or a reset")
 
     def _require_epoch(self, entry: Entry) -> None:
         if entry.epoch != self.epoch:
@@ -217,30 +226,22 @@ class StageWorker:
         """Allocates a session as the `args` of its note say, and adds its bytes to the note."""
         if number in self.sessions or len(self.sessions) >= MAX_SESSIONS:
             raise StageError(f"{self.spec}: session {number} is open already, or {MAX_SESSIONS} are")
+        if not isinstance(note.get("bytes"), list):
+            raise InputError(f"{self.spec}: an open entry with the note {note!r:.200}: it must have args and bytes")
+        shape = SessionShape.checked(note.get("args"), self.spec)
         before = self.device.allocated_bytes
-        ctx, copies = self._checked_args(note)
-        layers = self.spec.layers
-        cache = Cache.new_ppn_slice(self.device, layers.start, layers.stop, self.spec.cfg, ctx, policy=self.spec.policy)
-        try:
-            for _ in range(copies):
-                cache.new_snapshot()
-        except BaseException:
-            cache.close()
-            raise
-        self.sessions[number] = StageSession(cache)
+        self.sessions[number] = StageSession.open(self.device, self.spec, number, shape)
         note["bytes"].append(self.device.allocated_bytes - before)
 
-    def _checked_args(self, note: Note) -> tuple[int, int]:
-        """What an open entry asks for: rows of context, and copies of the recurrent state."""
-        args = note.get("args")
-        if not isinstance(args, dict) or not isinstance(note.get("bytes"), list):
-            raise InputError(f"{self.spec}: an open entry with the note {note!r:.200}: it must have args and bytes")
-        bounds = {"ctx": (1, self.spec.cfg.max_ctx), "snapshots": (0, MAX_SNAPSHOTS), "speculate": (0, self.spec.max_rows)}
-        of = f"{self.spec}: a session with "
-        number = {name: checked_int(InputError, of + name, args.get(name), lo, hi) for name, (lo, hi) in bounds.items()}
-        recurrent: Any = args.get("recurrent")
-        require(recurrent in get_args(Recurrent), InputError, of + "recurrent", recurrent, "replay or states")
-        return number["ctx"], state_copies(number["snapshots"], recurrent, number["speculate"])
+    def _reset(self, entry: Entry) -> None:
+        """Empties a session that broke, in the very bytes it had; it goes on with the `seq` after the entry's."""
+        session = self.sessions.get(entry.session)
+        if session is None or entry.seq < session.seq:
+            raise StageError(f"{self.spec}: a reset of session {entry.session}, seq {entry.seq}: it is not open, or further on")
+        self._close(entry.session)
+        fresh = StageSession.open(self.device, self.spec, entry.session, session.shape)
+        fresh.seq = entry.seq + 1
+        self.sessions[entry.session] = fresh
 
     def _close(self, number: int) -> None:
         session = self.sessions.pop(number, None)
@@ -248,23 +249,25 @@ class StageWorker:
             session.cache.close()
 
     def _run(self, frame: Frame, steps: list[_Step], x: Array) -> list[Array]:
-        """One forward over every admitted step; the rows of the next stage, or the answers on the last."""
-        batch = StepBatch(tuple([Segment(e.base_len, e.rows, LOGITS[e.logits]) for _, e, _, _ in steps]))
+        """One forward over every admitted step; the rows of the next stage, or the answers on the last, then the taps."""
+        batch = StepBatch(tuple([Segment(e.base_len, e.rows, e.logits, captures) for _, e, _, _, captures in steps]))
+        tapped = frame.arrays[1:]
         try:
-            y = self.model.forward(batch, x, [session.cache for _, _, session, _ in steps])
+            y = self.model.forward(batch, x, [session.cache for _, _, session, _, _ in steps])
             shape = (batch.n_logits if self._last else len(x), self._width)
             if y.shape != shape or y.dtype != _F32:
                 raise StageError(f"{self.spec}: the model returned {y.dtype} {y.shape} where float32 {shape} belongs")
         except Exception as error:
             log.exception("%s: a step failed", self.spec)
-            for i, _, session, _ in steps:
+            for i, _, session, _, _ in steps:
                 self._bury(frame, i, error)
-                session.fault = frame.fault(i)
+                session.fault, session.broken = frame.fault(i), True
             return []
-        for _, entry, session, _ in steps:
-            session.cache.plan.pos += entry.rows
-            session.fault = None
-        return _answers(batch, steps, y) if self._last else [np.ascontiguousarray(y)]
+        for i, entry, session, _, captures in steps:
+            session.commit(entry, captures)
+            if frame.notes:
+                taps.collect(session, frame.notes.get(i, {}), tapped)
+        return (_answers(batch, steps, y) if self._last else [np.ascontiguousarray(y)]) + tapped
 
     def _bury(self, frame: Frame, i: int, error: Exception) -> None:
         """Turns an entry into a tombstone: it takes its turn on every stage, and is applied on none."""
@@ -279,22 +282,39 @@ class StageWorker:
         session = self.sessions.get(entry.session)
         if session is None or entry.op != STEP:
             return
-        if (entry.epoch, entry.seq, entry.base_len) == (self.epoch, session.seq, session.cache.pos):
+        if (entry.epoch, entry.seq, entry.base_len) == (self.epoch, session.seq, session.base(entry)):
             session.seq += 1
             session.fault = frame.fault(i)
 
 
 def _has_step(steps: Sequence[_Step], session: int) -> bool:
-    return any(step.session == session for _, step, _, _ in steps)
+    return any(step.session == session for _, step, _, _, _ in steps)
 
 
 def _answers(batch: StepBatch, steps: Sequence[_Step], logits: Array) -> list[Array]:
-    """One array a step that asked for something: its logits rows f32 `[n, n_vocab]`, or their argmax i32 `[n]`."""
+    """One array a step that asked for something: its logits rows f32 `[n, n_vocab]`, their argmax i32 `[n]`, or the m best
+    of each, `TOPK` as i32 `[n, 2 * m]`."""
     answers: list[Array] = []
     at = 0
-    for segment, (_, entry, _, _) in zip(batch.segments, steps, strict=True):
-        if n := segment.logit_count:
-            rows = np.ascontiguousarray(logits[at : at + n])
-            answers.append(rows.argmax(-1).astype(np.int32) if WANTS[entry.want] == "argmax" else rows)
-            at += n
+    for segment, (_, entry, _, _, _) in zip(batch.segments, steps, strict=True):
+        if segment.logits:
+            rows = np.ascontiguousarray(logits[at : at + segment.logits])
+            answers.append(_answer(rows, entry.want))
+            at += segment.logits
     return answers
+
+
+def _answer(rows: Array, want: int) -> Array:
+    if want == LOGITS:
+        return rows
+    if want == ARGMAX:
+        ids: Array = rows.argmax(-1).astype(np.int32)
+        return ids
+    best = np.empty((len(rows), want - ARGMAX), TOPK)
+    for row, out in zip(rows, best, strict=True):
+        least = np.partition(row, -len(out))[-len(out)]
+        above = np.flatnonzero(row > least)
+        some = np.concatenate([above, np.flatnonzero(row == least)[: len(out) - len(above)]])
+        out["id"] = some[np.lexsort((some, -row[some]))]
+        out["logit"] = row[out["id"]]
+    return best.view(np.int32)

@@ -267,16 +267,6 @@ def test_a_snapshot_gives_its_bytes_back_at_the_end_of_with(cache):
     assert allocated(cache) == bytes_held and cache.plan.live == ()
 
 
-def test_one_more_snapshot_than_the_session_was_opened_with():
-    plan = CachePlan.of(HYBRID, CTX, PACKED, max_snapshots=2)
-    first = plan.snapshot()
-    plan.snapshot()
-    with pytest.raises(CapacityExceeded, match="snapshots=2"):
-        plan.snapshot()
-    plan.drop(first)
-    plan.snapshot()
-
-
 WINDOW_512 = model(KvPlan(1, 32, 32, window=512, ring="step"))
 
 

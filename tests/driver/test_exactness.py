@@ -110,6 +110,11 @@ def test_generate_is_greedy_decoding(pipe: memra_pp.Pipeline) -> None:
         for _ in range(20):
             out.append(int(row.argmax()))
             row = session.decode(out[-1])
-    assert list(pipe.generate(TOKENS[:30], max_new_tokens=20, eos_ids=())) == out
+    assert (
+        list(pipe.generate(TOKENS[:30], max_new_tokens=20, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=()))) == out
+    )
     stop = out[5]
-    assert list(pipe.generate(TOKENS[:30], max_new_tokens=20, eos_ids=[stop])) == out[: out.index(stop)]
+    assert (
+        list(pipe.generate(TOKENS[:30], max_new_tokens=20, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=[stop])))
+        == out[: out.index(stop)]
+    )

@@ -19,7 +19,7 @@ from memra_pp.config import KvPlan, ModelConfig
 from memra_pp.driver import heart, lane_chain
 from memra_pp.driver.lane_chain import LaneChain
 from memra_pp.errors import StageError
-from memra_pp.stage.frames import OPEN, OPS, PING, Entry, step
+from memra_pp.stage.frames import OPEN, OPS, PING, STEP, Entry
 from memra_pp.stage.lanes import Lane
 from memra_pp.stage.spec import StageSpec
 
@@ -127,7 +127,7 @@ def pool():
 
 def echo(chain, n):
     """A step of `n` rows; the numbers of the stages stand behind each row in the order in which they had it."""
-    entry = step(1, n, 1, 0, n)
+    entry = Entry(STEP, 1, n, 1, 0, n)
     reply = chain.roundtrip(entry, [np.full(n, n, np.int32)], WAIT_S)
     assert reply.entries == [entry] and reply.hops == STAGES and not reply.notes
     assert len(reply.arrays) == 1 and (reply.arrays[0] == np.full(n, n * 1000 + 12)).all()

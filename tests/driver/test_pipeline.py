@@ -147,7 +147,9 @@ def test_every_cut_of_the_model_gives_the_same_text(tiny: Path) -> None:
     texts = set()
     for cuts in itertools.chain([[]], [[c] for c in range(1, 6)]):
         with memra_pp.launch(tiny, backend="local", cuts=cuts) as pipe:
-            texts.add(tuple(pipe.generate([5, 6, 7], max_new_tokens=8, eos_ids=())))
+            texts.add(
+                tuple(pipe.generate([5, 6, 7], max_new_tokens=8, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=())))
+            )
     assert len(texts) == 1
 
 
@@ -165,11 +167,14 @@ def test_a_fault_in_one_session_leaves_the_others_alone(tiny: Path) -> None:
 
 def test_generate_ends_with_the_context(tiny: Path) -> None:
     with memra_pp.launch(tiny, backend="local", max_ctx=20) as pipe:
-        assert len(list(pipe.generate([1] * 15, max_new_tokens=100, eos_ids=()))) == 6
+        assert (
+            len(list(pipe.generate([1] * 15, max_new_tokens=100, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=()))))
+            == 6
+        )
 
 
 def test_a_generator_dropped_in_the_middle_gives_its_bytes_back(pipe: memra_pp.Pipeline) -> None:
-    tokens = pipe.generate([5, 6, 7], max_new_tokens=50, eos_ids=())
+    tokens = pipe.generate([5, 6, 7], max_new_tokens=50, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=()))
     next(tokens)
     tokens.close()  # type: ignore[attr-defined]
     assert pipe.stats()["sessions"] == 0
@@ -193,7 +198,7 @@ def test_the_environment_names_stages_formats_and_ring_once(tiny: Path, monkeypa
         monkeypatch.setenv("MEMRA_KV_V", "nonsense")
         assert pipe.fence == (0, 2, 3, 6)
         assert pipe.policy == KvPolicy(v="q4_0", ring="all")
-        assert len(list(pipe.generate([1], max_new_tokens=2, eos_ids=()))) == 2
+        assert len(list(pipe.generate([1], max_new_tokens=2, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=())))) == 2
     with pytest.raises(ConfigError, match="MEMRA_KV_V"):
         memra_pp.launch(tiny, backend="local")
 

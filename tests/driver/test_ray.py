@@ -161,7 +161,7 @@ def links(path):
     try: return [fd for fd in path.iterdir() if fd.is_symlink()]
     except OSError: return []
 with memra_pp.launch({str(tiny)!r}, stages=2) as pipe:
-    print(len(list(pipe.generate([5, 6, 7], max_new_tokens=3, eos_ids=()))))
+    print(len(list(pipe.generate([5, 6, 7], max_new_tokens=3, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=())))))
     print(*listening())
 print(ray.is_initialized())
 """
@@ -183,7 +183,7 @@ def test_a_process_may_launch_again_with_its_own_ray_between(tiny: Path) -> None
 import memra_pp, ray
 def texts():
     with memra_pp.launch({str(tiny)!r}, stages=2) as pipe:
-        return list(pipe.generate([5, 6, 7], max_new_tokens=3, eos_ids=()))
+        return list(pipe.generate([5, 6, 7], max_new_tokens=3, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=())))
 first = texts()
 assert texts() == first
 ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, _temp_dir={str(tmp / "own")!r})
@@ -219,7 +219,7 @@ def test_ctrl_c_in_the_middle_of_a_generation_leaves_nothing(tiny: Path) -> None
     code = f"""
 import memra_pp
 with memra_pp.launch({str(tiny)!r}, stages=2) as pipe:
-    for token in pipe.generate([5, 6, 7], max_new_tokens=16000, eos_ids=()):
+    for token in pipe.generate([5, 6, 7], max_new_tokens=16000, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=())):
         print(token)
 """
     status, said = run_apart(code, tmp, interrupt=True)

@@ -99,7 +99,7 @@ def test_taps_hold_the_residual_after_each_tapped_layer_in_slot_order(tiny: Path
     model = Gemma3.load(tiny, range(1, 5), device)
     with memra_pp.cache.Cache.new_ppn_slice(device, 1, 5, model.cfg, 8) as cache:
         cache.dflash_taps = DflashTapSink.armed((4, 0, 2), 64, 5)
-        last = model.run_layers(StepBatch((Segment(0, 5, "none"),)), x, [cache])
+        last = model.run_layers(StepBatch((Segment(0, 5, logits=0),)), x, [cache])
         slots = cache.dflash_taps.buf.reshape(5, 3, 64)
         np.testing.assert_array_equal(slots[:, 0], last)
         np.testing.assert_array_equal(slots[:, 1], 0)

@@ -11,13 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memra_pp.errors import LaneError
+from memra_pp.errors import InputError, LaneError
 from memra_pp.stage import frames as frames_module
 from memra_pp.stage.frames import (
     ALIGN,
     CLOSE,
     GENERAL,
-    LOGITS,
     MAX_BODY_BYTES,
     MAX_HEAD_BYTES,
     MAX_NOTE_LIST,
@@ -26,12 +25,12 @@ from memra_pp.stage.frames import (
     PLAIN,
     PREFIX,
     STEP,
-    WANTS,
+    TOPK,
     Entry,
     Frame,
     encode,
     read,
-    step,
+    want_code,
 )
 
 COUNTS = st.integers(0, 2**63 - 1)
@@ -40,12 +39,15 @@ VALUES = st.recursive(st.none() | st.booleans() | COUNTS | st.text(max_size=9), 
 MAPS = st.dictionaries(st.text(max_size=9), VALUES, max_size=4)
 FAULTS = st.tuples(COUNTS, st.text(max_size=9), st.text(max_size=9)).map(list)
 NOTES = st.fixed_dictionaries({}, optional={"args": MAPS, "bytes": st.lists(COUNTS), "answer": VALUES, "fault": FAULTS})
-ENTRIES = st.builds(Entry, *[COUNTS] * 8)
+ENTRIES = st.builds(Entry, *[COUNTS] * len(Entry._fields))
+
+FIELDS_OF_ENTRY = len(Entry._fields)
+ONES = (1,) * FIELDS_OF_ENTRY
 
 ROOM = 256
 """A receiver's buffer is no smaller."""
 
-HEAD = 128
+HEAD = 192
 """Bytes of a plain head."""
 
 
@@ -75,17 +77,17 @@ def raw(entries=(), records=(), notes=b"\x80", body=b"", *, counts=None, head=No
     """A general frame of any fields."""
     notes = notes if isinstance(notes, bytes) else msgpack.packb(notes)
     counts = counts or (len(entries), len(records), len(notes))
-    rest = struct.pack("<3I", *counts) + b"".join([struct.pack("<8q", *e) for e in entries])
+    rest = struct.pack("<3I", *counts) + b"".join([struct.pack(f"<{FIELDS_OF_ENTRY}q", *e) for e in entries])
     rest += b"".join([struct.pack("<3q", *r) for r in records]) + notes
     rest += bytes(-(PREFIX.size + len(rest)) % ALIGN)
     head = PREFIX.size + len(rest) if head is None else head
     return PREFIX.pack(kind, head, 0, len(body) if announced is None else announced, 1) + rest + body
 
 
-def raw_plain(entry=(0,) * 8, record=(0, 0, 0), body=b"", *, head=HEAD, announced=None):
+def raw_plain(entry=(0,) * FIELDS_OF_ENTRY, record=(0, 0, 0), body=b"", *, head=HEAD, announced=None):
     """A plain frame of any fields."""
     prefix = PREFIX.pack(PLAIN, head, 0, len(body) if announced is None else announced, 1)
-    return (prefix + struct.pack("<8q", *entry) + struct.pack("<3q", *record)).ljust(HEAD, b"\0") + body
+    return (prefix + struct.pack(f"<{FIELDS_OF_ENTRY}q", *entry) + struct.pack("<3q", *record)).ljust(HEAD, b"\0") + body
 
 
 @st.composite
@@ -118,7 +120,7 @@ def sample():
     note = {"args": {"ctx": 8}, "bytes": [17, 17], "fault": [0, "StageError", "why"]}
     return Frame(
         9,
-        [step(3, 4, 1, 17, 2, "last", "argmax"), Entry(OPEN, 4, 0, 1)],
+        [Entry(STEP, 3, 4, 1, 17, 2, 1, 1), Entry(OPEN, 4, 0, 1)],
         [np.arange(48, dtype=np.float32).reshape(2, 24), np.arange(2, dtype=np.int32)],
         {1: note},
         2,
@@ -126,7 +128,7 @@ def sample():
 
 
 def plain_sample():
-    return Frame(9, [step(3, 4, 1, 17, 2, "last", "argmax")], [np.arange(48, dtype=np.float32).reshape(2, 24)], {}, 2)
+    return Frame(9, [Entry(STEP, 3, 4, 1, 17, 2, 1, 1)], [np.arange(48, dtype=np.float32).reshape(2, 24)], {}, 2)
 
 
 SAMPLES = [pytest.param(plain_sample(), id="plain"), pytest.param(sample(), id="general")]
@@ -168,33 +170,44 @@ def test_what_has_come_behind_a_frame_is_not_touched(frame, data):
 
 def test_one_entry_with_one_array_and_nothing_to_say_has_the_plain_head():
     a = np.zeros((1, 16), np.float32)
-    assert len(encoded(Frame(1, [step(1, 1, 1, 0, 1)], [a]))) == HEAD + a.nbytes
-    assert encoded(Frame(1, [step(1, 1, 1, 0, 1)], [a], {0: {}}))[:4] == struct.pack("<I", GENERAL)
+    assert len(encoded(Frame(1, [Entry(STEP, 1, 1, 1, 0, 1)], [a]))) == HEAD + a.nbytes
+    assert encoded(Frame(1, [Entry(STEP, 1, 1, 1, 0, 1)], [a], {0: {}}))[:4] == struct.pack("<I", GENERAL)
 
 
 @pytest.mark.parametrize("entries", [0, 1, 2])
 def test_sending_copies_no_array(entries):
     a = np.ones((4, 64), np.float32)
-    buffers, _ = encode(Frame(1, [step(1, 1, 1, 0, 4)] * entries, [a]))
+    buffers, _ = encode(Frame(1, [Entry(STEP, 1, 1, 1, 0, 4)] * entries, [a]))
     assert any(np.shares_memory(np.frombuffer(b, np.uint8), a) for b in buffers)
 
 
-def test_a_step_entry_says_what_it_asks_for_by_name():
-    for logits in LOGITS:
-        for want in WANTS:
-            entry = step(1, 2, 3, 4, 5, logits, want)
-            assert entry == (STEP, 1, 2, 3, 4, LOGITS.index(logits), WANTS.index(want), 5)
-    for bad in (("some", "logits"), ("last", "embedding")):
-        with pytest.raises(ValueError):
-            step(1, 2, 3, 4, 5, *bad)
+def test_what_is_wanted_has_a_name_and_a_code():
+    assert [want_code(want, 40) for want in ("logits", "argmax", "topk:1", "topk:40")] == [0, 1, 2, 41]
+    for bad in (
+        "topk:0",
+        "topk:41",
+        "topk:-1",
+        "topk:",
+        "topk: 3",
+        "topk:1.5",
+        "5",
+        "embedding",
+        "",
+        None,
+        1,
+        "topk:" + "9" * 30,
+    ):
+        with pytest.raises(InputError, match="topk:1 to 40"):
+            want_code(bad, 40)
+    assert TOPK.itemsize == 8
 
 
 def test_a_buried_entry_has_a_fault_and_no_rows_and_keeps_what_its_note_said():
-    frame = Frame(1, [step(1, 1, 1, 0, 2), Entry(OPEN, 2, 0, 1)], [], {1: {"bytes": [3]}})
+    frame = Frame(1, [Entry(STEP, 1, 1, 1, 0, 2), Entry(OPEN, 2, 0, 1)], [], {1: {"bytes": [3]}})
     assert frame.fault(0) is frame.fault(1) is None
     frame.bury(0, [0, "A", "b"])
     frame.bury(1, [1, "C", "d"])
-    assert frame.entries == [step(1, 1, 1, 0, 0), Entry(OPEN, 2, 0, 1)]
+    assert frame.entries == [Entry(STEP, 1, 1, 1, 0, 0), Entry(OPEN, 2, 0, 1)]
     assert frame.fault(0) == [0, "A", "b"] and frame.notes[1] == {"bytes": [3], "fault": [1, "C", "d"]}
     assert same(decoded(encoded(frame)), frame)
 
@@ -202,12 +215,12 @@ def test_a_buried_entry_has_a_fault_and_no_rows_and_keeps_what_its_note_said():
 ENDLESS = {}
 ENDLESS["x"] = ENDLESS
 UNPACKABLE = [
-    *(Frame(1, [Entry(*(0,) * at, wrong, *(0,) * (7 - at))])
-      for at in range(8) for wrong in (None, "1", 1.0, [], {}, 2**63, -(2**63) - 1)),
+    *(Frame(1, [Entry(*(0,) * at, wrong, *(0,) * (FIELDS_OF_ENTRY - 1 - at))])
+      for at in range(FIELDS_OF_ENTRY) for wrong in (None, "1", 1.0, [], {}, 2**63, -(2**63) - 1)),
     *(Frame(frame_id, []) for frame_id in (None, "1", 1.0, 2**63)),
     *(Frame(1, [], hops=hops) for hops in (-1, 2**32, None)),
     *(Frame(1, [Entry(OPEN, 1, 0, 1)], notes={0: {"x": x}}) for x in (object(), 2**64, "\udcff", ENDLESS)),
-    Frame(1, [(0,) * 7]), Frame(1, [(0,) * 9]), Frame(1, [None]),
+    Frame(1, [(0,) * (FIELDS_OF_ENTRY - 1)]), Frame(1, [(0,) * (FIELDS_OF_ENTRY + 1)]), Frame(1, [None]),
 ]  # fmt: skip
 
 
@@ -252,7 +265,7 @@ BAD_PREFIXES = [
     PREFIX.pack(PLAIN ^ 2, HEAD, 0, 0, 1),
     *(PREFIX.pack(kind, head, 0, 0, 1) for kind in (GENERAL, PLAIN) for head in (MAX_HEAD_BYTES + 1, 2**32 - 1)),
     *(PREFIX.pack(k, HEAD, 0, body, 1) for k in (GENERAL, PLAIN) for body in (MAX_BODY_BYTES + 1, 2**63 - 1, -1, -(2**63))),
-    *(PREFIX.pack(PLAIN, head, 0, MAX_BODY_BYTES, 1) for head in (0, 64, HEAD - 1, HEAD + 1, 192, MAX_HEAD_BYTES)),
+    *(PREFIX.pack(PLAIN, head, 0, MAX_BODY_BYTES, 1) for head in (0, 64, HEAD - 1, HEAD + 1, 256, MAX_HEAD_BYTES)),
     b"GET / HTTP/1.1\r\n".ljust(PREFIX.size, b"\0"),
     bytes(PREFIX.size),
 ]
@@ -270,16 +283,16 @@ def test_the_bounds_themselves_are_allowed(kind, head):
 
 
 @pytest.mark.parametrize("wrong", [-1, -2, -(2**63)])
-@pytest.mark.parametrize("at", range(8))
+@pytest.mark.parametrize("at", range(FIELDS_OF_ENTRY))
 def test_a_negative_field_is_refused(at, wrong):
-    entry = [*(1,) * at, wrong, *(1,) * (7 - at)]
-    for data in (raw([entry]), raw([(1,) * 8, entry, (1,) * 8]), raw_plain(entry)):
+    entry = [*(1,) * at, wrong, *(1,) * (FIELDS_OF_ENTRY - 1 - at)]
+    for data in (raw([entry]), raw([ONES, entry, ONES]), raw_plain(entry)):
         with pytest.raises(LaneError, match="malformed: a negative field"):
             decoded(data)
 
 
 def test_the_largest_fields_are_allowed_and_no_op_is_unheard_of():
-    most = Entry(*[2**63 - 1] * 8)
+    most = Entry(*[2**63 - 1] * FIELDS_OF_ENTRY)
     assert decoded(raw([most])).entries == decoded(raw_plain(most)).entries == [most]
     assert most.op >= len(OPS)
 
@@ -297,11 +310,11 @@ BAD_NOTES = [
 @pytest.mark.parametrize("notes", BAD_NOTES, ids=lambda n: str(n)[:50])
 def test_notes_of_another_form_are_refused(notes):
     with pytest.raises(LaneError, match="malformed"):
-        decoded(raw([(1,) * 8], notes=notes))
+        decoded(raw([ONES], notes=notes))
 
 
 def test_a_fault_of_none_is_none():
-    assert decoded(raw([(1,) * 8], notes={0: {"fault": None}})).fault(0) is None
+    assert decoded(raw([ONES], notes={0: {"fault": None}})).fault(0) is None
 
 
 BAD_RECORDS = [
@@ -362,7 +375,7 @@ def test_an_array_without_elements_keeps_its_shape(shape):
 )  # fmt: skip
 def test_counts_that_disagree_with_the_head_are_refused(counts):
     with pytest.raises(LaneError, match="malformed"):
-        decoded(raw([(1,) * 8], counts=counts))
+        decoded(raw([ONES], counts=counts))
 
 
 HUGE = [
@@ -391,7 +404,7 @@ def peak_bytes(data):
 
 @pytest.mark.parametrize("notes", HUGE, ids=lambda h: h[:7].hex())
 def test_announced_lengths_are_not_allocated(notes):
-    data = raw([(1,) * 8], notes=notes)
+    data = raw([ONES], notes=notes)
     assert peak_bytes(data) < 1_000_000 + 40 * len(data)
 
 
@@ -423,10 +436,10 @@ def survives(data):
 @settings(max_examples=300, deadline=None)
 def test_random_bytes_do_no_harm(junk):
     survives(junk)
-    for kind, head in ((PLAIN, HEAD), (GENERAL, HEAD), (GENERAL, 192)):
+    for kind, head in ((PLAIN, HEAD), (GENERAL, HEAD), (GENERAL, 256)):
         survives(PREFIX.pack(kind, head, 0, max(0, (PREFIX.size + len(junk)) // ALIGN * ALIGN - head), 1) + junk)
-    survives(raw([(1,) * 8], notes=junk))
-    survives(raw([(1,) * 8], [(0, 16, 0)], notes=b"\x81\x00" + junk, body=bytes(64)))
+    survives(raw([ONES], notes=junk))
+    survives(raw([ONES], [(0, 16, 0)], notes=b"\x81\x00" + junk, body=bytes(64)))
 
 
 LENGTHS = st.sampled_from([0, 1, 2, 44, 64, 108, 128, 192, 2**16, 2**31, 2**32 - 1]) | st.integers(0, 2**32 - 1)
@@ -436,7 +449,7 @@ FIELDS = st.integers(-(2**63), 2**63 - 1) | st.integers(-2, 20) | st.sampled_fro
 @given(st.data())
 @settings(max_examples=400, deadline=None)
 def test_random_fields_do_no_harm(data):
-    entries = data.draw(st.lists(st.tuples(*[FIELDS] * 8), max_size=3))
+    entries = data.draw(st.lists(st.tuples(*[FIELDS] * FIELDS_OF_ENTRY), max_size=3))
     records = data.draw(st.lists(st.tuples(st.integers(-1, 2) | FIELDS, FIELDS, FIELDS), max_size=3))
     body = bytes(data.draw(st.sampled_from([0, 16, 64, 128, 192])))
     changed = {
@@ -460,9 +473,9 @@ def test_random_fields_do_no_harm(data):
 )
 @settings(max_examples=300, deadline=None)
 def test_random_notes_do_no_harm(notes):
-    survives(raw([(1,) * 8], notes=notes))
-    survives(raw([(1,) * 8], [(0, 1, 0)], {0: notes}, bytes(64)))
-    survives(raw([(1,) * 8], notes={0: {"fault": notes, "answer": notes}}))
+    survives(raw([ONES], notes=notes))
+    survives(raw([ONES], [(0, 1, 0)], {0: notes}, bytes(64)))
+    survives(raw([ONES], notes={0: {"fault": notes, "answer": notes}}))
 
 
 @given(frames(), st.data())

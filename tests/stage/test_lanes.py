@@ -17,7 +17,7 @@ import pytest
 
 from memra_pp.errors import LaneError
 from memra_pp.stage import frames, lanes
-from memra_pp.stage.frames import CLOSE, GENERAL, MAX_BODY_BYTES, MAX_HEAD_BYTES, PLAIN, PREFIX, Entry, Frame
+from memra_pp.stage.frames import CLOSE, GENERAL, MAX_BODY_BYTES, MAX_HEAD_BYTES, PLAIN, PREFIX, STEP, Entry, Frame
 from memra_pp.stage.lanes import KEY_BYTES, MAX_PENDING_HANDSHAKES, Lane, Listener, connect
 
 KEY, OTHER = bytes(KEY_BYTES), b"\1" * KEY_BYTES
@@ -67,7 +67,7 @@ def dial(listener):
 
 
 def rows(n, first=0):
-    return Frame(n, [frames.step(1, 2, 3, 4, n)], [np.arange(first, first + n, dtype=np.float32)])
+    return Frame(n, [Entry(STEP, 1, 2, 3, 4, n)], [np.arange(first, first + n, dtype=np.float32)])
 
 
 def same(a, b):
@@ -338,7 +338,7 @@ UNSENDABLE = {
 @pytest.mark.parametrize("arrays", UNSENDABLE.values(), ids=list(UNSENDABLE))
 def test_a_frame_that_cannot_travel_leaves_the_lane_whole(pair, arrays, entries):
     a, b = pair
-    entry = frames.step(1, 2, 3, 4, 4)
+    entry = Entry(STEP, 1, 2, 3, 4, 4)
     for frame in (Frame(1, [entry] * entries, arrays), Frame(1, [entry._replace(op=None)], [GRID])):
         with pytest.raises(LaneError, match=r"only f32 and i32|C-contiguous|cannot be packed"):
             b.send(frame, WAIT_S)
@@ -350,7 +350,7 @@ def test_a_frame_that_cannot_travel_leaves_the_lane_whole(pair, arrays, entries)
 def test_a_view_of_whole_rows_travels_as_it_reads(pair, entries):
     a, b = pair
     for view in (GRID[1:3], GRID[2], GRID[2, 1:4], GRID[1:1], GRID.T.copy(), GRID.reshape(-1)):
-        frame = Frame(1, [frames.step(1, 2, 3, 4, 4)] * entries, [view])
+        frame = Frame(1, [Entry(STEP, 1, 2, 3, 4, 4)] * entries, [view])
         b.send(frame, WAIT_S)
         assert same(a.recv(WAIT_S), frame)
 
@@ -424,8 +424,8 @@ def test_the_end_is_an_error_for_both_calls_and_comes_after_what_was_sent(pair):
         PREFIX.pack(GENERAL, 64, 0, MAX_BODY_BYTES + 1, 1),
         PREFIX.pack(GENERAL, 2**32 - 1, 0, 2**63 - 1, 1),
         PREFIX.pack(GENERAL, 64, 0, -64, 1),
-        PREFIX.pack(PLAIN, 128, 0, MAX_BODY_BYTES + 1, 1),
-        PREFIX.pack(PLAIN, 192, 0, MAX_BODY_BYTES, 1),
+        PREFIX.pack(PLAIN, 192, 0, MAX_BODY_BYTES + 1, 1),
+        PREFIX.pack(PLAIN, 256, 0, MAX_BODY_BYTES, 1),
         PREFIX.pack(PLAIN, MAX_HEAD_BYTES, 0, 0, 1),
         b"\x80\x04\x95".ljust(PREFIX.size, b"\0"),
     ],
@@ -439,10 +439,10 @@ def test_what_is_no_frame_is_an_error_before_anything_is_allocated_for_it(pair, 
     assert len(a._buffer) == before
 
 
-@pytest.mark.parametrize("kind, head", [(GENERAL, 0), (GENERAL, 32), (GENERAL, 64), (GENERAL, 128), (PLAIN, 128)])
+@pytest.mark.parametrize("kind, head", [(GENERAL, 0), (GENERAL, 32), (GENERAL, 64), (GENERAL, 192), (PLAIN, 192)])
 def test_a_malformed_head_is_an_error_again_and_again(pair, kind, head):
     a, b = pair
-    b._sock.sendall(PREFIX.pack(kind, head, 0, 128 - head, 1) + b"\xff" * 96 + packet(rows(1)))
+    b._sock.sendall(PREFIX.pack(kind, head, 0, 192 - head, 1) + b"\xff" * 160 + packet(rows(1)))
     for _ in range(3):
         with pytest.raises(LaneError, match="malformed"):
             a.recv(WAIT_S)

@@ -57,15 +57,15 @@ def served():
 
 def test_frames_go_through_in_order(served):
     sent = [frame(opening(1)), *(frame(step(1, n, n - 1, 1, "last"), arrays=tokens(n)) for n in range(1, 9)), frame(closing(1))]
-    for number, one in enumerate(sent):
+    for number, one in enumerate(sent, start=1):
         one.id = number
         served.up.send(one, WAIT_S)
-    for number in range(len(sent)):
+    for number in range(1, len(sent) + 1):
         reply = served.down.recv(WAIT_S)
         assert reply.id == number and reply.fault(0) is None and reply.hops == 1
         assert len(reply.arrays) == (reply.entries[0].op == STEP)
         if reply.arrays:
-            assert (reply.arrays[0] == expected_logits([number])).all()
+            assert (reply.arrays[0] == expected_logits([number - 1])).all()
     assert served.worker.counters.rows == 8 and served.worker.stats()["wait_s"] > 0
 
 

@@ -12,6 +12,7 @@ from toy_stage import (
     FENCE,
     MAX_CTX,
     N_EMBD,
+    N_VOCAB,
     POLICY,
     asking,
     closing,
@@ -25,8 +26,8 @@ from toy_stage import (
 
 from memra_pp.cache import stage_layout
 from memra_pp.errors import StageError
-from memra_pp.stage.frames import CLOSE, OPEN, OPS, PING, STATS, STEP, STOP, Entry
-from memra_pp.stage.worker import MAX_SNAPSHOTS
+from memra_pp.stage.frames import CLOSE, OPEN, OPS, PING, RESET, STATS, STEP, STOP, Entry
+from memra_pp.stage.spec import MAX_SNAPSHOTS
 
 STAGES = len(FENCE) - 1
 
@@ -183,8 +184,8 @@ MALFORMED_STEPS = {
     "fewer than no rows": {"rows": -3},
     "more rows than the frame": {"rows": 3},
     "endless rows": {"rows": 2**63 - 1},
-    "unknown logits": {"logits": 3},
-    "unknown want": {"want": 2},
+    "more logits than rows": {"logits": 2},
+    "more wanted than there is": {"want": 2 + N_VOCAB},
     "logits past all": {"logits": 2**63 - 1},
     "a want past all": {"want": 2**63 - 1},
 }
@@ -392,8 +393,10 @@ notes = st.fixed_dictionaries({}, optional={
 small = st.integers(0, 4)
 entries = st.tuples(
     st.builds(
-        Entry, st.sampled_from([STEP, STEP, OPEN, OPEN, CLOSE, STOP, 9]), small, small, st.sampled_from([1, 1, 1, 0, 2]),
-        small, st.integers(0, 3), st.integers(0, 2), small,
+        Entry, st.sampled_from([STEP, STEP, STEP, OPEN, OPEN, CLOSE, RESET, STOP, 9]), small, small,
+        st.sampled_from([1, 1, 1, 0, 2]), small, small, st.integers(0, 3), small, st.sampled_from([0, 0, 1, 2, 9]), small,
+        st.sampled_from([0, 0, 1, 2, 2**40]), st.sampled_from([0, 0, 1, 1, 2]), small, st.booleans().map(int),
+        st.sampled_from([0, 0, 1, 2]),
     ),
     st.just({}) | st.builds(asking) | notes,
 )  # fmt: skip
@@ -412,7 +415,7 @@ def test_no_sequence_of_entries_parts_the_stages_or_costs_a_live_session(frames,
         assert reply.fault(0) is None and reply.entries[0] == own and np.array_equal(reply.arrays[0], expected_logits([seq]))
         assert stages.heights(77) == [seq] * STAGES
         for i, entry in enumerate(reply.entries):
-            assert entry.op in (STEP, OPEN, CLOSE) or reply.fault(i) is not None
+            assert entry.op in (STEP, OPEN, CLOSE, RESET) or reply.fault(i) is not None
             if entry.op == OPEN and reply.fault(i) is None:
                 assert len(reply.notes[i]["bytes"]) == STAGES
         assert len({tuple((sid, s.seq, s.cache.pos) for sid, s in sorted(w.sessions.items())) for w in stages.workers}) == 1

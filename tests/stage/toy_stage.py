@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from memra_pp.cache import KvPolicy
 from memra_pp.config import KvPlan, ModelConfig, RecurrentPlan
 from memra_pp.kernels import CpuDev, append
-from memra_pp.stage import frames
-from memra_pp.stage.frames import CLOSE, OPEN, Entry, Frame
+from memra_pp.stage.frames import CLOSE, OPEN, STEP, Entry, Frame, want_code
 from memra_pp.stage.spec import StageSpec
 from memra_pp.stage.worker import StageWorker
 
@@ -16,6 +17,7 @@ N_EMBD, N_VOCAB, MAX_CTX = 32, 40, 256
 CFG = ModelConfig("toy", 3, N_EMBD, N_VOCAB, MAX_CTX, (KvPlan(1, 32, 32), RecurrentPlan(4, 3, 8), KvPlan(1, 32, 32)))
 FENCE = (0, 2, 3)
 POLICY = KvPolicy()
+FRAMES = itertools.count(1)
 ARGS = {"ctx": 16, "snapshots": 1, "recurrent": "replay", "speculate": 0}
 
 
@@ -70,8 +72,9 @@ def asking(**changes):
     return {"args": ARGS | changes, "bytes": []}
 
 
-def step(session, seq, base_len, rows, logits="none", want="logits", epoch=1):
-    return frames.step(session, seq, epoch, base_len, rows, logits, want)
+def step(session, seq, base_len, rows, logits="none", want="logits", epoch=1, **fields):
+    n = {"none": 0, "last": 1, "all": rows}[logits]
+    return Entry(STEP, session, seq, epoch, base_len, rows, n, want_code(want, N_VOCAB), **fields)
 
 
 def closing(session, epoch=1):
@@ -83,6 +86,6 @@ def tokens(*ids):
 
 
 def frame(*entries, arrays=(), notes=None):
-    """A frame whose opens ask for `ARGS` where `notes` do not say otherwise."""
+    """The next frame; its opens ask for `ARGS` where `notes` do not say otherwise."""
     asked = {i: asking() for i, entry in enumerate(entries) if entry.op == OPEN}
-    return Frame(1, list(entries), list(arrays), asked | (notes or {}))
+    return Frame(next(FRAMES), list(entries), list(arrays), asked | (notes or {}))

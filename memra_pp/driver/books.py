@@ -1,0 +1,235 @@
+"""`Books`: what the driver knows of one session on every stage. It prepares each step before it is sent, so that what is
+refused has changed nothing, and writes down what every stage has applied.
+
+A rollback is not sent by itself: it is owed, and rides in front of the next rows, with the accepted rows to be replayed where
+the model has recurrent state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..cache import CachePlan, KvPolicy, SnapshotMark
+from ..config import ModelConfig
+from ..errors import CacheError, CapacityExceeded
+from ..stage.frames import LOGITS, STEP, Entry
+from ..stage.spec import SessionShape
+
+
+@dataclass(eq=False)
+class Slot:
+    """A live snapshot of the user's: which slot holds it on every stage."""
+
+    index: int
+    mark: SnapshotMark
+
+
+@dataclass(frozen=True)
+class Owed:
+    """What the stages have not been told: a rollback (`restore` as in `Entry`, 0 if they have) and the tokens from row `base`
+    on, which are to be replayed."""
+
+    restore: int
+    accept: int
+    base: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that can be sent: its entry, the tokens of its rows, and the books as they are once it is applied."""
+
+    entry: Entry
+    rows: list[int]
+    fed: list[int]
+    plan: CachePlan
+    slot: Slot | None
+
+
+@dataclass
+class Books:
+    """One session's tokens, positions, snapshots and turn. `plan.pos` is where the caller stands, whatever is owed.
+
+    `kept` says in which slot the stages keep the state at a row; `retake` lists snapshots to be taken again in a replay.
+    """
+
+    cfg: ModelConfig
+    policy: KvPolicy
+    shape: SessionShape
+    session: int
+    seq: int = 1
+    tokens: list[int] = field(default_factory=list)
+    owed: Owed | None = None
+    drop: int = 0
+    kept: dict[int, int] = field(default_factory=dict)
+    retake: list[Slot] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.plan = CachePlan.of(self.cfg, self.shape.ctx, self.policy)
+        self.slots: list[Slot | None] = [None] * self.shape.snapshots
+
+    @property
+    def replay(self) -> list[int]:
+        """The tokens that ride in front of the next rows."""
+        return [] if self.owed is None else self.tokens[self.owed.base :]
+
+    def check(self, rows: int, chunk: int) -> None:
+        """Whether `rows` new rows can be fed in steps of at most `chunk`.
+
+        Raises:
+            CapacityExceeded, SnapshotPinned, CacheError: as `CachePlan.check_append`.
+        """
+        self._stood().check_append(len(self.replay) + rows, chunk)
+
+    def rows_possible(self) -> int:
+        """How many new rows the next step may have at most."""
+        return self._stood().rows_possible() - len(self.replay)
+
+    def ahead(self, rows: int, chunk: int) -> tuple[int, Slot | None] | None:
+        """How many rows of the replay must go before a step of `rows` new ones, and the snapshot to take behind them; None if
+        the whole replay fits in front of them."""
+        if self.owed is None:
+            return None
+        if self.retake:
+            to_mark = self.retake[0].mark.pos - self.owed.base
+            return (to_mark, self.retake[0]) if to_mark <= chunk else (chunk, None)
+        replay = len(self.tokens) - self.owed.base
+        return (min(chunk, replay), None) if replay and replay + rows > chunk else None
+
+    def free_slot(self) -> int:
+        """A slot for one more snapshot.
+
+        Raises:
+            CapacityExceeded: as many are live as the session was opened with.
+        """
+        if None not in self.slots:
+            raise CapacityExceeded(
+                f"{len(self.slots)} snapshots are live and the session was opened with snapshots={len(self.slots)}: "
+                "close one first, or open with more"
+            )
+        return self.slots.index(None)
+
+    def held(self, index: int) -> Slot:
+        """The live snapshot of a slot.
+
+        Raises:
+            CacheError: it holds none.
+        """
+        slot = self.slots[index]
+        if slot is None:
+            raise CacheError(f"slot {index} of session {self.session} holds no live snapshot: take a new one")
+        return slot
+
+    def step(
+        self,
+        epoch: int,
+        tokens: list[int],
+        *,
+        logits: int = 0,
+        want: int = LOGITS,
+        snapshot_at: int | None = None,
+        pin: bool = True,
+        keep: int = 0,
+    ) -> Step:
+        """Prepares a step of everything owed and `tokens`; `snapshot_at` counts the new rows.
+
+        Raises:
+            CacheError: the rows or the snapshot do not fit; nothing has changed.
+        """
+        replay = self.replay
+        slot = None if snapshot_at is None else self.free_slot()
+        at = len(replay) + (snapshot_at or 0)
+        return self._step(epoch, replay + tokens, tokens, slot, at, pin, logits=logits, want=want, keep=keep)
+
+    def replay_step(self, epoch: int, rows: int, slot: Slot | None) -> Step:
+        """Prepares a step of the first `rows` rows of the replay, taking `slot` again behind them."""
+        index, pin = (None, False) if slot is None else (slot.index, slot.mark.pin)
+        return self._step(epoch, self.replay[:rows], [], index, rows, pin)
+
+    def commit(self, step: Step) -> None:
+        """Writes down a step that every stage has applied."""
+        entry = step.entry
+        done = entry.base_len + entry.rows
+        self.plan = step.plan
+        self.tokens += step.fed
+        self.seq += 1
+        self.drop = 0
+        self.owed = Owed(0, 0, done) if done < len(self.tokens) or self.retake[1:] else None
+        if entry.keep:
+            first = done - entry.keep
+            self.kept = {first + i: self.shape.snapshots + i for i in range(entry.keep)}
+        if step.slot is None:
+            return
+        if self.retake and step.slot.index == self.retake[0].index:
+            self.retake.pop(0).mark = step.slot.mark
+        else:
+            self.slots[step.slot.index] = step.slot
+
+    def rollback(self, slot: Slot, accept: int) -> None:
+        """Goes back to a snapshot and keeps `accept` rows after it; the stages are told with the next rows.
+
+        Raises:
+            RingLapped, CacheError: as `CachePlan.check_rollback`; nothing has changed.
+        """
+        mark, pos = slot.mark, self.plan.pos
+        self.plan.rollback(mark, accept)
+        target = self.plan.pos = mark.pos + accept
+        for newer in [s for s in self.slots if s is not None and s.mark not in self.plan.live]:
+            self.end(newer)
+        if target == pos:
+            return
+        if target > mark.pos and target in self.kept:
+            self.owed = Owed(1 + self.kept[target], 0, target)
+            self.kept = {row: kept for row, kept in self.kept.items() if row <= target}
+        else:
+            self.owed = Owed(1 + slot.index, accept, mark.pos if self.cfg.recurrent else target)
+            self.kept = {}
+        del self.tokens[target:]
+
+    def end(self, slot: Slot) -> None:
+        """Ends a snapshot; its slot is free at once, and the stages are told with the next step."""
+        if self.slots[slot.index] is slot:
+            self.slots[slot.index] = None
+            self.plan.drop(slot.mark)
+            self.drop |= 1 << slot.index
+
+    def restart(self) -> None:
+        """The stages have emptied the session: every token is to be replayed, every live snapshot to be taken again."""
+        live = [slot for slot in self.slots if slot is not None]
+        self.retake = sorted(live, key=lambda slot: self.plan.live.index(slot.mark))
+        self.plan = CachePlan.of(self.cfg, self.shape.ctx, self.policy)
+        self.plan.pos = len(self.tokens)
+        self.seq += 1
+        self.drop, self.kept, self.owed = 0, {}, Owed(0, 0, 0)
+
+    def _stood(self) -> CachePlan:
+        """The books at the row where the next step begins."""
+        if self.owed is None:
+            return self.plan
+        plan = self.plan.copy()
+        plan.pos = self.owed.base
+        return plan
+
+    def _step(
+        self,
+        epoch: int,
+        rows: list[int],
+        fed: list[int],
+        slot: int | None,
+        at: int,
+        pin: bool,
+        logits: int = 0,
+        want: int = LOGITS,
+        keep: int = 0,
+    ) -> Step:
+        owed = self.owed or Owed(0, 0, self.plan.pos)
+        plan = self.plan.copy()
+        plan.pos = owed.base
+        plan.append(len(rows))
+        taken = None if slot is None else Slot(slot, plan.snapshot(pin, owed.base + at))
+        plan.pos = len(self.tokens) + len(fed)
+        snapshot = (0, 0, 0) if slot is None else (1 + slot, at, int(pin))
+        entry = Entry(
+            STEP, self.session, self.seq, epoch, owed.base, len(rows), logits, want, owed.restore, owed.accept, self.drop,
+            *snapshot, keep,
+        )  # fmt: skip
+        return Step(entry, rows, fed, plan, taken)

@@ -1,0 +1,88 @@
+"""The loop of a generation: plain decoding is a round without drafts."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..errors import InputError, checked_int
+from .drafters import Draft, DraftControl, Drafter, checked_drafts
+from .sampling import Sampler, SamplingParams
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+    from .session import Session
+
+
+def generate(
+    pipe: Pipeline, session: Session, max_new_tokens: int, sampling: SamplingParams | None, draft: Draft | None
+) -> Iterator[int]:
+    """Feeds the prompt of a fresh session, then gives out tokens one by one (see `Pipeline.generate`).
+
+    Raises:
+        InputError: a bad argument, or `draft.k` is more than the session's `speculate`.
+    """
+    most = checked_int(InputError, "max_new_tokens", max_new_tokens, 0, sys.maxsize)
+    if draft is not None and draft.k > session.shape.speculate:
+        raise InputError(f"draft.k={draft.k}: this session was opened with speculate={session.shape.speculate}; open with more")
+    if not most:
+        return
+    ends = _Ends(pipe, sampling)
+    for made, token in enumerate(_tokens(pipe, session, most, Sampler(sampling), draft), start=1):
+        if token in ends.ids:
+            return
+        yield token
+        if made == most or ends.reached(token):
+            return
+
+
+def _tokens(pipe: Pipeline, session: Session, most: int, sampler: Sampler, draft: Draft | None) -> Iterator[int]:
+    """The tokens sampled, as long as there is room for their rows."""
+    token = sampler.pick(session.prefill(want=sampler.want), session.pos)
+    yield token
+    made = 1
+    if draft is None:
+        while session.pos < session.shape.ctx:
+            token = session.round((), sampler, next=token).next
+            yield token
+        return
+    with pipe.drafter(draft, session.shape.ctx) as drafter:
+        control = DraftControl(draft.k)
+        while session.pos < session.shape.ctx:
+            k = min(control.next_k(), session.drafts_possible, most - made - 1)
+            started = time.perf_counter()
+            drafts = _drafts(drafter, [*session.tokens, token], max(0, k), pipe.cfg.n_vocab)
+            drafted = time.perf_counter()
+            done = session.round(drafts, sampler, next=token)
+            seconds = time.perf_counter() - drafted
+            control.record(len(drafts), done.accepted, 1 + len(drafts), seconds, drafted - started)
+            token = done.next
+            made += done.accepted + 1
+            yield from drafts[: done.accepted]
+            yield token
+
+
+def _drafts(drafter: Drafter, tokens: list[int], k: int, n_vocab: int) -> list[int]:
+    return checked_drafts(drafter.propose(tokens, k), k, n_vocab) if k else []
+
+
+class _Ends:
+    """What ends a generation: the ids that do, and the texts, looked for in the last tokens given out."""
+
+    def __init__(self, pipe: Pipeline, sampling: SamplingParams | None) -> None:
+        given = None if sampling is None else sampling.eos_ids
+        self.ids = pipe.cfg.eos_ids if given is None else frozenset(given)
+        self._stop = () if sampling is None else sampling.stop
+        self._tokenizer = pipe.tokenizer if self._stop else None
+        self._tail: list[int] = []
+        self._longest = max((len(text.encode()) for text in self._stop), default=0)
+
+    def reached(self, token: int) -> bool:
+        """Whether `token` completes one of the texts."""
+        if self._tokenizer is None:
+            return False
+        self._tail = [*self._tail[1 - 2 * self._longest :], token]  # a token is a byte at least, or two to a character
+        text = self._tokenizer.decode(self._tail)
+        return any(stop in text for stop in self._stop)

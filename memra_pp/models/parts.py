@@ -1,0 +1,218 @@
+"""What the reference forwards share: the run through a stage's layers, attention over the cache, reading of weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Self, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cache import Cache
+from ..config import KvPlan, ModelConfig
+from ..errors import ConfigError
+from ..kernels import CpuDev, append, ops
+from ..kernels.attention import AttentionSpec, attention
+from ..kernels.matmul import PackedMatrix, matmul
+from ..kernels.threads import Threads
+from .protocol import Array, Segment, StepBatch
+from .weights import Weights, open_weights
+
+F32: TypeAlias = NDArray[np.float32]
+HEAD_CHUNK_ROWS = 8192
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Step:
+    """One step's rows on their way through the layers.
+
+    Attributes:
+        parts: each session's segment, its rows in the batch, and its cache.
+    """
+
+    def __init__(self, batch: StepBatch, caches: Sequence[Cache]) -> None:
+        self.parts: list[tuple[Segment, slice, Cache]] = list(zip(batch.segments, batch.slices, caches, strict=True))
+        self._positions = batch.positions
+        self._tables: dict[bytes, tuple[F32, F32]] = {}
+
+    def rope(self, inv_freq: F32) -> tuple[F32, F32]:
+        """`ops.rope_tables` of the rows' positions, made once a step."""
+        key = inv_freq.tobytes()
+        if key not in self._tables:
+            self._tables[key] = ops.rope_tables(self._positions, inv_freq)
+        return self._tables[key]
+
+
+@dataclass(frozen=True)
+class Head:
+    """The final norm and the output matrix."""
+
+    norm: F32
+    matrix: PackedMatrix
+    eps: float
+
+    def logits(self, x: F32, threads: Threads) -> F32:
+        """f32 `[rows, n_vocab]` of hidden rows `[rows, n_embd]`."""
+        return matmul(ops.rms_norm(x, self.norm, self.eps), self.matrix, threads)
+
+
+class Forward(ABC):
+    """A `StageModel` but for what a layer computes: `load_layer` and `run_layer` say that.
+
+    `layers` are the ones this forward runs. MTP/NextN blocks of the range are left out: a stage keeps their cache only.
+    """
+
+    def __init__(self, weights: Weights, layers: range, device: CpuDev) -> None:
+        self.cfg: ModelConfig = weights.cfg
+        self.device = device
+        self.layers = layers[: max(0, self.cfg.n_trunk - layers.start)]
+        self.embedding: Weights | None = None
+        self.head: Head | None = None
+
+    @classmethod
+    def load(cls, path: str | PathLike[str], layers: range, device: CpuDev) -> Self:
+        """Reads the tensors of `layers`; the embedding if the first layer is among them, the head if the last is.
+
+        Raises:
+            ConfigError: the file is not a model that this forward computes, or lacks a tensor.
+        """
+        weights = open_weights(path)
+        model = cls(weights, layers, device)
+        if layers.start == 0:
+            require_shape(weights, EMBEDDING, (weights.cfg.n_vocab, weights.cfg.n_embd))
+            model.embedding = weights
+        if layers.stop >= weights.cfg.n_trunk:
+            model.head = model.load_head(weights)
+        return model
+
+    def forward(self, batch: StepBatch, x: Array, caches: Sequence[Cache]) -> Array:
+        """Tokens or hidden rows in; hidden rows, or the logits asked for on the last stage, out (see `StageModel`)."""
+        if self.embedding is not None:
+            x = self.embed(self.embedding, x)
+        x = self.run_layers(batch, x, caches)
+        if self.head is None:
+            return x
+        return self.logits(self.head, np.ascontiguousarray(x[batch.logit_rows]))
+
+    def run_layers(self, batch: StepBatch, x: F32, caches: Sequence[Cache]) -> F32:
+        """The layers alone: f32 `[rows, n_embd]` in and out."""
+        x = np.array(x, np.float32, order="C")
+        step = Step(batch, caches)
+        for il in self.layers:
+            self.run_layer(il, x, step)
+            for _, where, cache in step.parts:
+                if cache.dflash_taps is not None:
+                    cache.dflash_taps.write(il, x[where])
+        return x
+
+    def embed(self, weights: Weights, tokens: Array) -> F32:
+        """The hidden rows of tokens: f32 `[rows, n_embd]`."""
+        return weights.rows(EMBEDDING, tokens)
+
+    def logits(self, head: Head, x: F32) -> F32:
+        """f32 `[rows, n_vocab]` of hidden rows `[rows, n_embd]`."""
+        return head.logits(x, self.device.threads)
+
+    def workspace_bytes(self, max_rows: int) -> int:
+        """Activations of the widest moment, and logits for every row on the last stage."""
+        width = 4 * self.cfg.n_embd + max((self.layer_width(il) for il in self.layers), default=0)
+        return 4 * max_rows * (width + (self.cfg.n_vocab if self.head is not None else 0))
+
+    @abstractmethod
+    def load_head(self, weights: Weights) -> Head:
+        """The final norm and the output matrix."""
+
+    @abstractmethod
+    def run_layer(self, il: int, x: F32, step: Step) -> None:
+        """Layer `il` over f32 `x [rows, n_embd]`, in place; its rows or state go to the caches."""
+
+    @abstractmethod
+    def layer_width(self, il: int) -> int:
+        """An upper bound of the f32 that layer `il` holds a row, beyond a few of `n_embd`."""
+
+
+def heads(flat: F32, head_dim: int, norm: F32, eps: float, rope: tuple[F32, F32]) -> F32:
+    """Splits rows into heads, normalises and rotates each: f32 `[rows, heads, head_dim]`."""
+    rows = len(flat)
+    split = ops.rms_norm(np.ascontiguousarray(flat).reshape(-1, head_dim), norm, eps).reshape(rows, -1, head_dim)
+    ops.rope_neox(split, *rope)
+    return split
+
+
+def attend(il: int, plan: KvPlan, q: F32, k: F32, v: F32, scale: float, step: Step, threads: Threads) -> F32:
+    """Appends K and V rows of layer `il` to each session's cache and attends to it: f32 `[rows, n_head * head_dim_v]`.
+
+    `q` and `k` are `[rows, heads, head_dim_k]`, `v` is `[rows, kv_dim_v]`.
+
+    Raises:
+        ConfigError: a cache has no such layer.
+        CacheError: the rows do not fit, or one holds what the format cannot keep (see `append`).
+    """
+    out = np.empty((len(q), q.shape[1] * plan.head_dim_v), np.float32)
+    for segment, where, cache in step.parts:
+        kv = cache.kv[il]
+        if kv is None:
+            raise ConfigError(f"layer {il}'s cache is not on this stage: the cache was cut at another fence")
+        append(kv, segment.pos, k[where].reshape(segment.rows, -1), v[where], cache.retain_from(kv))
+        formats = kv.layout.k_fmt, kv.layout.v_fmt
+        spec = AttentionSpec(plan.n_head_kv, plan.head_dim_k, plan.head_dim_v, *formats, plan.window, scale)
+        attention(q[where], kv.k, kv.v, spec, segment.pos, kv.base, threads, out=out[where])
+    return out
+
+
+def packed(parts: Sequence[F32], device: CpuDev) -> PackedMatrix:
+    """Matrices `[n_out, n_in]` stacked into one."""
+    matrix = PackedMatrix.empty(sum(len(part) for part in parts), parts[0].shape[1])
+    row = 0
+    for part in parts:
+        matrix.fill(row, part, device.threads)
+        row += len(part)
+    return matrix
+
+
+def load_head(weights: Weights, tied: bool, eps: float, device: CpuDev) -> Head:
+    """The head of a checkpoint; its matrix is the embedding's if they are tied.
+
+    Raises:
+        ConfigError: a tensor is missing or of another shape than the config says.
+    """
+    norm = load_norm(weights, "model.norm.weight", weights.cfg.n_embd)
+    name = EMBEDDING if tied else "lm_head.weight"
+    shape = weights.cfg.n_vocab, weights.cfg.n_embd
+    require_shape(weights, name, shape)
+    matrix = PackedMatrix.empty(*shape)
+    for row, part in weights.chunks(name, HEAD_CHUNK_ROWS):
+        matrix.fill(row, part, device.threads)
+    return Head(norm, matrix, eps)
+
+
+def load_norm(weights: Weights, name: str, width: int) -> F32:
+    """What an RMS norm multiplies by, f32 `[width]`: `1 + w` in the families that do so."""
+    return load_tensor(weights, name, width) + np.float32(weights.norm_offset)
+
+
+def load_tensor(weights: Weights, name: str, *shape: int) -> F32:
+    """A tensor, f32.
+
+    Raises:
+        ConfigError: it is missing or of another shape.
+    """
+    require_shape(weights, name, shape)
+    return weights.tensor(name)
+
+
+def require_shape(weights: Weights, name: str, shape: tuple[int, ...]) -> None:
+    """Raises ConfigError unless the tensor is of this shape."""
+    found = weights.shape(name)
+    if found != shape:
+        raise ConfigError(f"{weights.path}: {name} is {found} and the config says {shape}: they are not of one model")
+
+
+def inverse_frequencies(dim: int, theta: float, factor: float = 1.0) -> F32:
+    """Rotary frequencies, f32 `[dim / 2]`: `theta^(-2i/dim)`, divided by a linear scaling factor."""
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    freq = np.float32(1.0) / np.power(np.float32(theta), exponent, dtype=np.float32)
+    return np.asarray(freq / np.float32(factor), np.float32)

@@ -1,0 +1,294 @@
+"""The forward of Qwen3.5 and Qwen3-Next (text, dense) over a range of layers, on the CPU, batch-invariant.
+
+Follows the published models (Hugging Face `Qwen3_5ForCausalLM` and `Qwen3NextForCausalLM`): gated delta nets, and every
+few layers gated attention with a partial rotary embedding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..cache import RecurLayer
+from ..config import KvPlan, ModelConfig, RecurrentPlan
+from ..config.fields import MAX_LAYERS, Fields
+from ..errors import ConfigError
+from ..kernels import CpuDev, ops
+from ..kernels.delta import DeltaShape, conv_silu, delta_gates, delta_scan, sigmoid_mul
+from ..kernels.matmul import PackedMatrix, matmul
+from .parts import F32, Forward, Head, Step, attend, heads, inverse_frequencies, load_head, load_norm, load_tensor, packed
+from .protocol import Segment
+from .weights import Weights
+
+
+@dataclass(frozen=True)
+class Qwen35Params:
+    """What the forward needs beyond the cache plans, from `ModelConfig.hparams`."""
+
+    n_head: int
+    n_ff: int
+    eps: float
+    theta: float
+    rotary_factor: float
+    tied: bool
+    delta: DeltaShape | None
+
+    @classmethod
+    def of(cls, cfg: ModelConfig) -> Qwen35Params:
+        """Raises ConfigError for a field that is missing or bad, or asks for what this forward does not compute."""
+        f = Fields(cfg.arch, cfg.hparams, "the Qwen3.5 forward")
+        for name, computed in (
+            ("attention_bias", (None, False)),
+            ("attn_output_gate", (None, True)),
+            ("hidden_act", (None, "silu")),
+            ("rope_type", (None, "default")),
+        ):
+            if f.raw.get(name) not in computed:
+                raise f.bad(name, f"computed here; {' or '.join(map(repr, computed))} is")
+        _refuse_experts(f, cfg.n_trunk)
+        return cls(
+            n_head=f.count("num_attention_heads"),
+            n_ff=f.count("intermediate_size"),
+            eps=f.number("rms_norm_eps", 1e-6),
+            theta=f.number("rope_theta", 1e4),
+            rotary_factor=_rotary_factor(f, cfg),
+            tied=f.flag("tie_word_embeddings"),
+            delta=_delta_shape(f) if cfg.recurrent else None,
+        )
+
+
+def _refuse_experts(f: Fields, n_trunk: int) -> None:
+    """Refuses a mixture of experts: layers that are not in `mlp_only_layers`, every `decoder_sparse_step`-th."""
+    if not f.count("num_experts", least=0, default=0):
+        return
+    dense = f.raw.get("mlp_only_layers") or ()
+    every = f.count("decoder_sparse_step", most=MAX_LAYERS, default=1)
+    for il in range(n_trunk):
+        if il not in dense and (il + 1) % every == 0:
+            raise f.bad("num_experts", f"computed here: layer {il} is a mixture of experts; 0, or all layers dense, is")
+
+
+def _rotary_factor(f: Fields, cfg: ModelConfig) -> float:
+    """What part of a head is rotated: an even number of elements."""
+    factor = f.number("partial_rotary_factor", 0.25)
+    for plan in cfg.layers:
+        if isinstance(plan, KvPlan):
+            rotated = int(plan.head_dim_k * factor)
+            if rotated % 2 or not 0 < rotated <= plan.head_dim_k:
+                raise f.bad("partial_rotary_factor", f"computed here: of {plan.head_dim_k} elements it rotates {rotated}")
+    return factor
+
+
+def _delta_shape(f: Fields) -> DeltaShape:
+    names = "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"
+    return DeltaShape(*(f.count(name) for name in names))
+
+
+@dataclass(frozen=True)
+class GatedAttention:
+    """A full-attention layer's mixer. `qkv` is q, k and v stacked, `gate` what q_proj gives beside q."""
+
+    plan: KvPlan
+    inv_freq: F32
+    qkv: PackedMatrix
+    gate: PackedMatrix
+    q_norm: F32
+    k_norm: F32
+    o: PackedMatrix
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net's mixer. `conv` is `[taps, channels]`, `rate` is e to the power of `A_log`, in f64."""
+
+    shape: DeltaShape
+    qkv: PackedMatrix
+    z: PackedMatrix
+    ba: PackedMatrix
+    conv: F32
+    rate: NDArray[np.float64]
+    dt_bias: F32
+    norm: F32
+    o: PackedMatrix
+
+
+@dataclass(frozen=True)
+class Qwen35Layer:
+    """One layer's weights; its norms include the `1 + w` (a delta net's own has none)."""
+
+    input_norm: F32
+    mixer: GatedAttention | DeltaNet
+    post_attention_norm: F32
+    gate: PackedMatrix
+    up: PackedMatrix
+    down: PackedMatrix
+
+
+class Qwen35(Forward):
+    """A `StageModel`: Qwen3.5's or Qwen3-Next's layers of one stage."""
+
+    def __init__(self, weights: Weights, layers: range, device: CpuDev) -> None:
+        super().__init__(weights, layers, device)
+        self.params = Qwen35Params.of(weights.cfg)
+        self._weights = {il: _Loader(weights, self.params, il, device).layer() for il in self.layers}
+
+    def load_head(self, weights: Weights) -> Head:
+        """The final norm and the output matrix."""
+        return load_head(weights, self.params.tied, self.params.eps, self.device)
+
+    def layer_width(self, il: int) -> int:
+        """What a mixer's projections and their results take, or gate and up."""
+        match self._weights[il].mixer:
+            case GatedAttention(plan=plan):
+                mixer = 5 * self.params.n_head * plan.head_dim_k + 2 * plan.kv_dim_k + 2 * plan.kv_dim_v
+            case DeltaNet() as net:
+                mixer = 3 * net.qkv.n_out + 3 * net.z.n_out + 2 * net.ba.n_out
+        return max(mixer, 2 * self.params.n_ff)
+
+    def run_layer(self, il: int, x: F32, step: Step) -> None:
+        """Layer `il` over f32 `x [rows, n_embd]`, in place."""
+        layer, eps, threads = self._weights[il], self.params.eps, self.device.threads
+        h = ops.rms_norm(x, layer.input_norm, eps)
+        match layer.mixer:
+            case GatedAttention() as mixer:
+                mixed = self._attention(mixer, il, h, step)
+            case DeltaNet() as mixer:
+                mixed = self._delta_net(mixer, il, h, step)
+        ops.add_into(x, matmul(mixed, layer.mixer.o, threads))
+        h = ops.rms_norm(x, layer.post_attention_norm, eps)
+        gate = matmul(h, layer.gate, threads)
+        ops.silu_mul(gate, matmul(h, layer.up, threads))
+        ops.add_into(x, matmul(gate, layer.down, threads))
+
+    def _attention(self, mixer: GatedAttention, il: int, h: F32, step: Step) -> F32:
+        plan, eps, threads = mixer.plan, self.params.eps, self.device.threads
+        rope = step.rope(mixer.inv_freq)
+        n_q = self.params.n_head * plan.head_dim_k
+        qkv = matmul(h, mixer.qkv, threads)
+        q = heads(qkv[:, :n_q], plan.head_dim_k, mixer.q_norm, eps, rope)
+        k = heads(qkv[:, n_q : n_q + plan.kv_dim_k], plan.head_dim_k, mixer.k_norm, eps, rope)
+        v = np.ascontiguousarray(qkv[:, n_q + plan.kv_dim_k :])
+        mixed = attend(il, plan, q, k, v, plan.head_dim_k**-0.5, step, threads)
+        sigmoid_mul(mixed, matmul(h, mixer.gate, threads))
+        return mixed
+
+    def _delta_net(self, net: DeltaNet, il: int, h: F32, step: Step) -> F32:
+        threads = self.device.threads
+        qkv, z = matmul(h, net.qkv, threads), matmul(h, net.z, threads)
+        beta, decay = delta_gates(matmul(h, net.ba, threads), net.rate, net.dt_bias)
+        mixed = np.empty_like(z)
+        for segment, where, cache in step.parts:
+            self._advance(net, il, cache.state(il), segment, (qkv[where], beta[where], decay[where]), mixed[where])
+        by_head = mixed.reshape(-1, len(net.norm))
+        ops.rms_norm(by_head, net.norm, self.params.eps, out=by_head)
+        ops.silu_mul(z, mixed)
+        return z
+
+    def _advance(
+        self, net: DeltaNet, il: int, state: RecurLayer, segment: Segment, rows: tuple[F32, F32, F32], out: F32
+    ) -> None:
+        """Moves one session's state over its rows, from one capture to the next: the scan is sequential."""
+        threads, start = self.device.threads, 0
+        for end, snapshot in (*segment.captures, (segment.rows, None)):
+            if end > start:
+                qkv, beta, decay = (part[start:end] for part in rows)
+                qkv = conv_silu(qkv, net.conv, state.conv_state, threads)
+                buffers = state.ssm_state, state.ssm_state_alt
+                delta_scan(qkv, beta, decay, net.shape, *buffers, threads, out=out[start:end])
+                state.swap()
+            if snapshot is not None:
+                copy = snapshot.states[il]
+                state.dev.copy_into(copy.conv, 0, state.conv_state, len(state.conv_state))
+                state.dev.copy_into(copy.ssm, 0, state.ssm_state, len(state.ssm_state))
+            start = end
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """Reads one layer's weights."""
+
+    weights: Weights
+    params: Qwen35Params
+    il: int
+    device: CpuDev
+
+    def layer(self) -> Qwen35Layer:
+        n_embd, n_ff = self.weights.cfg.n_embd, self.params.n_ff
+        return Qwen35Layer(
+            input_norm=self.norm("input_layernorm", n_embd),
+            mixer=self.mixer(),
+            post_attention_norm=self.norm("post_attention_layernorm", n_embd),
+            gate=self.packed(self.matrix("mlp.gate_proj", n_ff)),
+            up=self.packed(self.matrix("mlp.up_proj", n_ff)),
+            down=self.packed(self.matrix("mlp.down_proj", n_embd, n_ff)),
+        )
+
+    def mixer(self) -> GatedAttention | DeltaNet:
+        match self.weights.cfg.layers[self.il]:
+            case KvPlan() as plan:
+                return self.attention(plan)
+            case RecurrentPlan() as plan if self.params.delta is not None:
+                return self.delta_net(plan, self.params.delta)
+        raise ConfigError(f"{self.weights.cfg.arch}: layer {self.il} shares another's K/V rows; this forward has none that do")
+
+    def attention(self, plan: KvPlan) -> GatedAttention:
+        n_head, dim, n_embd = self.params.n_head, plan.head_dim_k, self.weights.cfg.n_embd
+        # Each head's rows of q_proj are q, then the gate.
+        q, gate = self.split("self_attn.q_proj", n_head, dim, dim)
+        k, v = self.matrix("self_attn.k_proj", plan.kv_dim_k), self.matrix("self_attn.v_proj", plan.kv_dim_v)
+        return GatedAttention(
+            plan=plan,
+            inv_freq=inverse_frequencies(int(dim * self.params.rotary_factor), self.params.theta),
+            qkv=self.packed(q, k, v),
+            gate=self.packed(gate),
+            q_norm=self.norm("self_attn.q_norm", dim),
+            k_norm=self.norm("self_attn.k_norm", dim),
+            o=self.packed(self.matrix("self_attn.o_proj", n_embd, n_head * plan.head_dim_v)),
+        )
+
+    def delta_net(self, plan: RecurrentPlan, shape: DeltaShape) -> DeltaNet:
+        n_k, n_v, d_k, d_v = shape
+        if self.weights.has(self.name("linear_attn.in_proj_qkvz.weight")):
+            # Qwen3-Next's rows are grouped by key head.
+            q, k, v, z = self.split("linear_attn.in_proj_qkvz", n_k, d_k, d_k, n_v // n_k * d_v, n_v // n_k * d_v)
+            qkv, ba = [q, k, v], self.split("linear_attn.in_proj_ba", n_k, n_v // n_k, n_v // n_k)
+        else:
+            qkv = [self.matrix("linear_attn.in_proj_qkv", shape.conv_width)]
+            z = self.matrix("linear_attn.in_proj_z", shape.value_width)
+            ba = [self.matrix(f"linear_attn.in_proj_{name}", n_v) for name in "ba"]
+        conv = self.tensor("linear_attn.conv1d.weight", shape.conv_width, 1, plan.conv_kernel)
+        return DeltaNet(
+            shape=shape,
+            qkv=self.packed(*qkv),
+            z=self.packed(z),
+            ba=self.packed(*ba),
+            conv=np.ascontiguousarray(conv[:, 0].T),
+            rate=np.exp(self.tensor("linear_attn.A_log", n_v).astype(np.float64)),
+            dt_bias=self.tensor("linear_attn.dt_bias", n_v),
+            norm=self.tensor("linear_attn.norm.weight", d_v),
+            o=self.packed(self.matrix("linear_attn.out_proj", self.weights.cfg.n_embd, shape.value_width)),
+        )
+
+    def split(self, name: str, groups: int, *sizes: int) -> list[F32]:
+        """A matrix whose rows are `groups` groups of parts of `sizes`: each part's rows, group after group."""
+        whole = self.matrix(name, groups * sum(sizes)).reshape(groups, sum(sizes), -1)
+        parts = np.split(whole, np.cumsum(sizes)[:-1], axis=1)
+        return [np.ascontiguousarray(part).reshape(-1, whole.shape[2]) for part in parts]
+
+    def matrix(self, name: str, n_out: int, n_in: int | None = None) -> F32:
+        """`[n_out, n_in]`, `n_embd` wide unless said otherwise."""
+        return self.tensor(f"{name}.weight", n_out, self.weights.cfg.n_embd if n_in is None else n_in)
+
+    def norm(self, name: str, width: int) -> F32:
+        return load_norm(self.weights, self.name(f"{name}.weight"), width)
+
+    def tensor(self, name: str, *shape: int) -> F32:
+        return load_tensor(self.weights, self.name(name), *shape)
+
+    def name(self, name: str) -> str:
+        return f"model.layers.{self.il}.{name}"
+
+    def packed(self, *parts: F32) -> PackedMatrix:
+        return packed(parts, self.device)

@@ -232,7 +232,7 @@ class DraftControl:
 
     def _costs(self) -> tuple[float, float]:
         """Seconds of a traversal of one row, and of each draft more, its drafting included."""
-        row = median(self._singles or [seconds / (1 + self.ROW_GUESS * (rows - 1)) for rows, seconds in self._others])
+        row = median_low(self._singles or [seconds / (1 + self.ROW_GUESS * (rows - 1)) for rows, seconds in self._others])
         more = [(seconds - row) / (rows - 1) for rows, seconds in self._others]
         per_row = median([self.ROW_GUESS * row] * 2 + more)
         return max(row, 1e-9), max(0.0, per_row) + median_low([0.0, *self._draft_seconds])

@@ -22,7 +22,7 @@ class ModelDrafter:
     def __init__(self, pipe: Pipeline, n_vocab: int, ctx: int) -> None:
         if pipe.cfg.n_vocab != n_vocab:
             raise ConfigError(
-                f"a drafter with a vocabulary of {pipe.cfg.n_vocab} tokens for a model with {n_vocab}: they must be of one family"
+                f"a drafter with a vocabulary of {pipe.cfg.n_vocab} tokens for a model with {n_vocab}: take one of its family"
             )
         self._pipe, self._ctx = pipe, min(ctx, pipe.max_ctx)
         self._session: Session | None = None

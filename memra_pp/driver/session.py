@@ -381,7 +381,7 @@ class Session:
             return
         if sink.base + rows > sink.t:
             raise CacheError(
-                f"{rows} rows behind row {sink.base} do not fit in taps of {sink.t} rows: arm a larger sink, or set its base to 0"
+                f"{rows} rows behind row {sink.base} do not fit in taps of {sink.t}: arm a larger sink, or set its base to 0"
             )
         if sink.hidden != cfg.n_embd or not all(0 <= il < cfg.n_trunk for il in sink.layer_ids):
             raise InputError(

@@ -9,11 +9,12 @@ from numpy.typing import DTypeLike, NDArray
 
 from ..cache import Buffer
 from ..errors import CacheError, CapacityExceeded, ConfigError
+from ._arrays import aligned_zeros
 from .threads import Threads
 
 
 class CpuDev:
-    """Host memory as a `KvDev`.
+    """Host memory as a `KvDev`. `allocations` counts the buffers handed out since it was made.
 
     Raises:
         ConfigError: `budget_bytes` or `threads` is less than 1.
@@ -29,6 +30,7 @@ class CpuDev:
         self.threads = Threads(threads)
         self._sizes: dict[int, int] = {}
         self._allocated = 0
+        self.allocations = 0
 
     @property
     def allocated_bytes(self) -> int:
@@ -105,9 +107,10 @@ class CpuDev:
                 f"an allocation of {size} bytes: {self.free_bytes()} of {self.budget_bytes} are free; "
                 "close sessions, shorten the context or use more stages"
             )
-        buf = np.zeros(n, dtype)
+        buf: NDArray[np.generic] = aligned_zeros(-(-size // 4)).view(np.uint8)[:size].view(dtype)
         self._sizes[id(buf)] = size
         self._allocated += size
+        self.allocations += 1
         return buf
 
 

@@ -1,4 +1,4 @@
-"""The gated delta net on the CPU: short convolution, recurrent scan, output gate.
+"""The gated delta net on the CPU: short convolution, gates, recurrent scan.
 
 The scan is sequential over rows, threads split channels and heads, and every sum has one order, so a row's bits and the
 state after it do not depend on how rows are cut into calls, on the threads or on what else is in the batch.
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ..errors import InputError
 from ._arrays import F32Array
 from ._jit import kernel
-from .ops import _sigmoid
+from .ops import sigmoid
 from .simd import LANES, fma, load, load_spread, splat, store, sum_lanes
 from .threads import Threads
 
@@ -149,17 +149,6 @@ def delta_gates(ba: F32Array, rate: NDArray[np.float64], dt_bias: F32Array) -> t
     return beta, decay
 
 
-def sigmoid_mul(x: F32Array, gate: F32Array) -> None:
-    """`x *= sigmoid(gate)`, in place, f32 of equal shapes; the sigmoid is computed in f64 and rounded once.
-
-    Raises:
-        InputError: a shape, dtype or memory order is wrong.
-    """
-    _check("x", x, x.shape)
-    _check("gate", gate, x.shape)
-    _sigmoid_mul(x.reshape(-1), gate.reshape(-1))
-
-
 def _check(name: str, array: NDArray[Any], shape: tuple[int | None, ...]) -> None:
     fits = array.ndim == len(shape) and all(want in (None, have) for want, have in zip(shape, array.shape, strict=False))
     if array.dtype != np.float32 or not fits or not array.flags.c_contiguous:
@@ -190,7 +179,7 @@ def _conv_silu(x: F32Array, width: int, weight: F32Array, taps: int, state: F32A
                     _tap(x, source * width + first, weight, tap * width + first, sums, channels, tap == 0)
             for channel in range(channels):
                 value = np.float64(sums[channel])
-                sums[channel] = np.float32(value * _sigmoid(value))
+                sums[channel] = np.float32(value * sigmoid(value))
             for channel in range(channels):
                 out[row * width + first + channel] = sums[channel]
         for age in range(history):
@@ -218,14 +207,8 @@ def _gates(ba: F32Array, rate: NDArray[np.float64], dt_bias: F32Array, beta: F32
         for head in range(heads):
             step = np.float64(ba[row, heads + head]) + np.float64(dt_bias[head])
             softplus = max(step, 0.0) + math.log1p(math.exp(-abs(step)))
-            beta[row, head] = np.float32(_sigmoid(np.float64(ba[row, head])))
+            beta[row, head] = np.float32(sigmoid(np.float64(ba[row, head])))
             decay[row, head] = np.float32(math.exp(-rate[head] * softplus))
-
-
-@kernel
-def _sigmoid_mul(x: F32Array, gate: F32Array) -> None:
-    for at in range(x.size):
-        x[at] *= np.float32(_sigmoid(np.float64(gate[at])))
 
 
 @kernel

@@ -92,6 +92,17 @@ def silu_mul(gate: F32Array, up: F32Array) -> None:
     _silu_mul(gate.reshape(-1), up.reshape(-1))
 
 
+def sigmoid_mul(x: F32Array, gate: F32Array) -> None:
+    """`x *= sigmoid(gate)`, in place, f32 of equal shapes; the sigmoid is computed in f64 and rounded once.
+
+    Raises:
+        InputError: a shape, dtype or memory order is wrong.
+    """
+    _check("x", x, x.ndim)
+    _check("gate", gate, x.ndim, x.shape)
+    _sigmoid_mul(x.reshape(-1), gate.reshape(-1))
+
+
 def add_into(acc: F32Array, x: F32Array) -> None:
     """`acc += x`, f32 of equal shapes.
 
@@ -101,16 +112,6 @@ def add_into(acc: F32Array, x: F32Array) -> None:
     _check("acc", acc, acc.ndim)
     _check("x", x, acc.ndim, acc.shape)
     np.add(acc, x, out=acc)
-
-
-def scale(x: F32Array, factor: float) -> None:
-    """`x *= f32(factor)`, in place.
-
-    Raises:
-        InputError: a dtype or memory order is wrong.
-    """
-    _check("x", x, x.ndim)
-    np.multiply(x, np.float32(factor), out=x)
 
 
 def _check(name: str, array: NDArray[Any], ndim: int, shape: tuple[int, ...] | None = None) -> None:
@@ -165,18 +166,25 @@ def _gelu_tanh_mul(gate: F32Array, up: F32Array) -> None:
     """0.5 (1 + tanh(u)) is sigmoid(2 u), which unlike the former loses nothing where tanh is near -1."""
     for at in range(gate.size):
         x = np.float64(gate[at])
-        gate[at] = np.float32(x * _sigmoid(2 * GELU_SLOPE * (x + GELU_CUBIC * x * x * x))) * up[at]
+        gate[at] = np.float32(x * sigmoid(2 * GELU_SLOPE * (x + GELU_CUBIC * x * x * x))) * up[at]
 
 
 @kernel
 def _silu_mul(gate: F32Array, up: F32Array) -> None:
     for at in range(gate.size):
         x = np.float64(gate[at])
-        gate[at] = np.float32(x * _sigmoid(x)) * up[at]
+        gate[at] = np.float32(x * sigmoid(x)) * up[at]
 
 
 @kernel
-def _sigmoid(x: float) -> float:
+def _sigmoid_mul(x: F32Array, gate: F32Array) -> None:
+    for at in range(x.size):
+        x[at] *= np.float32(sigmoid(np.float64(gate[at])))
+
+
+@kernel
+def sigmoid(x: float) -> float:
+    """1 / (1 + e^-x) in f64, inside kernels."""
     return 1.0 / (1.0 + _exp(-x))
 
 

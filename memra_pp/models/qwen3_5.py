@@ -16,7 +16,7 @@ from ..config import KvPlan, ModelConfig, RecurrentPlan
 from ..config.fields import MAX_LAYERS, Fields
 from ..errors import ConfigError
 from ..kernels import CpuDev, ops
-from ..kernels.delta import DeltaShape, conv_silu, delta_gates, delta_scan, sigmoid_mul
+from ..kernels.delta import DeltaShape, conv_silu, delta_gates, delta_scan
 from ..kernels.matmul import PackedMatrix, matmul
 from .parts import F32, Forward, Head, Step, attend, heads, inverse_frequencies, load_head, load_norm, load_tensor, packed
 from .protocol import Segment
@@ -171,7 +171,7 @@ class Qwen35(Forward):
         k = heads(qkv[:, n_q : n_q + plan.kv_dim_k], plan.head_dim_k, mixer.k_norm, eps, rope)
         v = np.ascontiguousarray(qkv[:, n_q + plan.kv_dim_k :])
         mixed = attend(il, plan, q, k, v, plan.head_dim_k**-0.5, step, threads)
-        sigmoid_mul(mixed, matmul(h, mixer.gate, threads))
+        ops.sigmoid_mul(mixed, matmul(h, mixer.gate, threads))
         return mixed
 
     def _delta_net(self, net: DeltaNet, il: int, h: F32, step: Step) -> F32:

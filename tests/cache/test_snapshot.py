@@ -6,7 +6,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from toy import F32, FLAT, PACKED, RECURRENT, RINGED, SHARED, feed, image, model, states
+from toy import F32, FLAT, RECURRENT, RINGED, SHARED, feed, image, model, states
 
 from memra_pp.cache import Cache, CachePlan, KvPolicy
 from memra_pp.config import KvPlan

@@ -47,6 +47,13 @@ def test_ngram_finds_a_match_however_long(a: list[int], b: list[int], times: int
     assert NgramDrafter().propose(tokens, k) == brute_force(tokens, k, 2)
 
 
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 5))
+def test_ngram_prefers_a_longer_match_to_a_later_one(lengths: list[int], k: int) -> None:
+    end = list(range(40))
+    tokens = [t for i, length in enumerate(lengths) for t in (*end[40 - length :], 100 + i)] + end
+    assert NgramDrafter().propose(tokens, k) == brute_force(tokens, k, 2)
+
+
 @given(TOKENS, st.lists(st.tuples(TOKENS, st.integers(0, 10)), max_size=8))
 def test_ngram_keeps_up_with_a_text_that_grows_shrinks_and_changes(
     tokens: list[int], edits: list[tuple[list[int], int]]
@@ -62,6 +69,17 @@ def test_ngram_reads_another_text_afresh() -> None:
     assert drafter.propose([1, 2, 3] * 1000 + [1, 2], 2) == [3, 1]
     assert drafter.propose(np.array([4, 5, 6] * 2000 + [4, 5]), 2) == [6, 4]  # type: ignore[arg-type]
     assert drafter.propose((7, 8, 9, 7, 8), 2) == [9, 7]
+
+
+@pytest.mark.parametrize("same", [slice(0, 900), slice(900, 1000)])
+def test_ngram_sees_a_change_at_either_end(same: slice) -> None:
+    first = list(range(500)) * 2
+    other = [t + 1000 for t in first]
+    other[same] = first[same]
+    drafter = NgramDrafter()
+    drafter.propose(first, 5)
+    assert drafter.propose([*other, 7, 8, 9, 7, 8], 1) == [9]
+    assert drafter.propose(other[:990] + other[440:445], 5) == brute_force(other[:990] + other[440:445], 5, 2)
 
 
 def test_ngram_goes_round_where_the_copy_ends() -> None:
@@ -251,9 +269,10 @@ def test_the_dearer_a_row_or_a_draft_the_fewer_drafts() -> None:
     assert settled(per_row=0.02, draft_seconds=0.18) < cheap - 2
 
 
-def test_dear_rows_are_found_out_though_every_draft_is_right() -> None:
-    asked = run(DraftControl(4), 200, always, per_row=1.2)
-    assert sum(asked[40:]) <= 10
+@pytest.mark.parametrize(("at", "by"), [(set(), 30), ({16}, 30), ({16, 17}, 100)])
+def test_dear_rows_are_found_out_though_every_draft_is_right(at: set[int], by: int) -> None:
+    asked = run(DraftControl(4), 300, always, per_row=1.2, pause=lambda i: 100.0 * (i in at))
+    assert sum(asked[by:]) <= 10
 
 
 @pytest.mark.parametrize("at", [{0}, {1}, {2}, {0, 1}, {18}, {20, 21}])
@@ -261,6 +280,22 @@ def test_a_pause_of_seconds_is_soon_forgotten(at: set[int]) -> None:
     asked = run(DraftControl(4), 100, always, pause=lambda i: 100.0 * (i in at))
     assert sum(k < 4 for k in asked[:60]) <= 10
     assert asked[60:].count(4) >= 38
+
+
+@pytest.mark.parametrize("p", [0.3, 0.6, 0.9])
+def test_acceptance_is_that_of_the_drafts(p: float) -> None:
+    control, right, seen = DraftControl(4), often(p), []
+    for _ in range(400):
+        run(control, 1, right, per_row=0.01)
+        seen.append(control.acceptance)
+    assert abs(np.mean(seen[50:]) - p) < 0.05
+
+
+def test_a_clock_that_stands_still_is_borne() -> None:
+    control = DraftControl(4)
+    for rows in (1, 1, 5, 5, 1):
+        control.record(rows - 1, 0, rows, 0.0, 0.0)
+        assert 0 <= control.next_k() <= 4
 
 
 @settings(max_examples=50)

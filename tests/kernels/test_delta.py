@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memra_pp.errors import InputError
-from memra_pp.kernels.delta import DeltaShape, conv_silu, delta_gates, delta_scan, sigmoid_mul
+from memra_pp.kernels.delta import DeltaShape, conv_silu, delta_gates, delta_scan
 from memra_pp.kernels.threads import Threads
 
 SHAPES = [
@@ -145,18 +145,6 @@ def test_gates_round_once():
             np.testing.assert_array_equal(got[0], whole[row])
 
 
-def test_sigmoid_mul():
-    x, gate = normal(9, 37), normal(9, 37, seed=1) * 30
-    expected = x * sigmoid(gate.astype(np.float64)).astype(np.float32)
-    got = x.copy()
-    sigmoid_mul(got, gate)
-    np.testing.assert_allclose(got, expected, rtol=2e-7)
-    for row in range(9):
-        alone = x[row].copy()
-        sigmoid_mul(alone, gate[row])
-        np.testing.assert_array_equal(alone, got[row])
-
-
 def f32(*shape):
     return np.zeros(shape, np.float32)
 
@@ -198,8 +186,6 @@ def test_scan_refuses_what_does_not_fit(change, one):
         lambda one: delta_gates(f32(2, 8), np.zeros(4), f32(5)),
         lambda one: delta_gates(f32(2, 8), f32(4), f32(4)),
         lambda one: delta_gates(f32(2, 8), np.zeros(3), f32(4)),
-        lambda one: sigmoid_mul(f32(2, 8), f32(2, 9)),
-        lambda one: sigmoid_mul(f32(2, 8)[:, ::2], f32(2, 4)),
     ],
 )
 def test_bad_arguments_are_refused(call, one):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from memra_pp.errors import LaneError
-from memra_pp.stage import frames, lanes
+from memra_pp.stage import lanes
 from memra_pp.stage.frames import CLOSE, GENERAL, MAX_BODY_BYTES, MAX_HEAD_BYTES, PLAIN, PREFIX, STEP, Entry, Frame
 from memra_pp.stage.lanes import KEY_BYTES, MAX_PENDING_HANDSHAKES, Lane, Listener, connect
 

@@ -43,7 +43,8 @@ class NgramDrafter:
 
     It takes the longest end of the text that occurred before, of at least `min_match` tokens, in its most recent
     occurrence, and copies what followed; where the copy reaches the end of the text it goes round, as a repetition does.
-    (Saxena, "Prompt lookup decoding", 2023.)
+    (Saxena, "Prompt lookup decoding", 2023.) It copies only as far as the next best occurrence agrees, if that one ran at
+    least a quarter as far with the text: in a table or a list, what differed from line to line before will do so again.
 
     Windows of any length are compared at once by their polynomial hash mod 2**64, kept as prefix sums: a collision, or a
     new text that agrees with the old one wherever it was sampled, can only cost acceptance. The text is kept between calls
@@ -53,7 +54,7 @@ class NgramDrafter:
         InputError: `min_match` is not from 1 to 256.
     """
 
-    def __init__(self, min_match: int = 2) -> None:
+    def __init__(self, min_match: int = 1) -> None:
         self._min_match = checked_int(InputError, "min_match", min_match, 1, 256)
         self._n = 0
         self._tokens: NDArray[np.int32] = np.zeros(0, np.int32)
@@ -61,23 +62,40 @@ class NgramDrafter:
         self._hash: NDArray[np.uint64] = np.zeros(1, np.uint64)
 
     def propose(self, tokens: Sequence[int], k: int) -> list[int]:
-        """`k` tokens, or none if the last `min_match` tokens did not occur before."""
+        """At most `k` tokens; none if the last `min_match` tokens did not occur before."""
         self._read(tokens)
-        n, length = self._n, self._min_match
-        if n <= length:
+        n, least = self._n, self._min_match
+        if n <= least:
             return []
-        ends = np.flatnonzero(self._tokens[length - 1 : n - 1] == self._tokens[n - 1]) + length
-        ends = self._matching(ends, length)
+        ends = np.flatnonzero(self._tokens[least - 1 : n - 1] == self._tokens[n - 1]) + least
+        best, length = self._longest(ends, least)
+        if not length:
+            return []
+        follow = self._after(best[-1], k)
+        rivals = best[:-1] if best.size > 1 else self._longest(ends[ends != best[-1]], max(least, -(-length // 4)))[0]
+        if rivals.size:
+            differs = np.flatnonzero(follow != self._after(rivals[-1], k))
+            follow = follow[: differs[0]] if differs.size else follow
+        drafts: list[int] = follow.tolist()
+        return drafts
+
+    def _after(self, end: int, k: int) -> NDArray[np.int32]:
+        """The `k` tokens after the position `end`."""
+        return np.resize(self._tokens[end : self._n], k)
+
+    def _longest(self, ends: NDArray[np.int64], least: int) -> tuple[NDArray[np.int64], int]:
+        """Those of the positions `ends` before which the text's end stands at its longest, and its length; none and 0 if it
+        is less than `least`."""
+        ends = self._matching(ends, least)
         if not ends.size:
-            return []
-        grow = 1
-        while ends.size > 1 and (longer := self._matching(ends, length + grow)).size:
+            return ends, 0
+        length, grow = least, 1
+        while (longer := self._matching(ends, length + grow)).size:
             ends, length, grow = longer, length + grow, 2 * grow
-        while ends.size > 1 and (grow := grow // 2):
+        while grow := grow // 2:
             if (longer := self._matching(ends, length + grow)).size:
                 ends, length = longer, length + grow
-        follow: list[int] = np.resize(self._tokens[ends[-1] : n], k).tolist()
-        return follow
+        return ends, length
 
     def _matching(self, ends: NDArray[np.int64], length: int) -> NDArray[np.int64]:
         """Those of the positions `ends` before which the last `length` tokens of the text stand too."""

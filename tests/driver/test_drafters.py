@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,19 +20,27 @@ TOKENS = st.lists(st.integers(0, 3), max_size=60)
 
 
 def brute_force(tokens: list[int], k: int, min_match: int) -> list[int]:
-    """Every earlier end in turn: the longest match, the latest of equals, copied token by token behind the text."""
+    """Every earlier end in turn: the longest match, the latest of equals, copied token by token behind the text, as far as
+    the second of that order, of at least a quarter of its length, agrees."""
     n = len(tokens)
 
     def match(end: int) -> int:
         return next((i for i in range(end) if tokens[end - 1 - i] != tokens[n - 1 - i]), end)
 
-    length, end = max(((match(end), end) for end in range(1, n)), default=(0, 0))
-    if length < min_match:
+    def copy(end: int) -> list[int]:
+        text = list(tokens)
+        for _ in range(k):
+            text.append(text[len(text) - (n - end)])
+        return text[n:]
+
+    ranked = sorted(((match(end), end) for end in range(1, n)), reverse=True)
+    if not ranked or ranked[0][0] < min_match:
         return []
-    text = list(tokens)
-    for _ in range(k):
-        text.append(text[len(text) - (n - end)])
-    return text[n:]
+    follow = copy(ranked[0][1])
+    if len(ranked) > 1 and ranked[1][0] >= max(min_match, ranked[0][0] / 4):
+        rival = copy(ranked[1][1])
+        return follow[: next((i for i in range(k) if follow[i] != rival[i]), k)]
+    return follow
 
 
 @given(TOKENS, st.integers(1, 20), st.integers(1, 4))
@@ -44,14 +51,14 @@ def test_ngram_is_the_latest_of_the_longest_matches(tokens: list[int], k: int, m
 @given(TOKENS, TOKENS, st.integers(1, 5), st.integers(1, 5), st.integers(1, 60))
 def test_ngram_finds_a_match_however_long(a: list[int], b: list[int], times: int, more: int, k: int) -> None:
     tokens = (a * times + b) * more + a
-    assert NgramDrafter().propose(tokens, k) == brute_force(tokens, k, 2)
+    assert NgramDrafter().propose(tokens, k) == brute_force(tokens, k, 1)
 
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 5))
 def test_ngram_prefers_a_longer_match_to_a_later_one(lengths: list[int], k: int) -> None:
     end = list(range(40))
     tokens = [t for i, length in enumerate(lengths) for t in (*end[40 - length :], 100 + i)] + end
-    assert NgramDrafter().propose(tokens, k) == brute_force(tokens, k, 2)
+    assert NgramDrafter().propose(tokens, k) == brute_force(tokens, k, 1)
 
 
 @given(TOKENS, st.lists(st.tuples(TOKENS, st.integers(0, 10)), max_size=8))
@@ -61,7 +68,7 @@ def test_ngram_keeps_up_with_a_text_that_grows_shrinks_and_changes(
     drafter = NgramDrafter()
     for new, dropped in edits:
         tokens = tokens[: max(0, len(tokens) - dropped)] + new
-        assert drafter.propose(tokens, 5) == brute_force(tokens, 5, 2)
+        assert drafter.propose(tokens, 5) == brute_force(tokens, 5, 1)
 
 
 def test_ngram_reads_another_text_afresh() -> None:
@@ -71,15 +78,14 @@ def test_ngram_reads_another_text_afresh() -> None:
     assert drafter.propose((7, 8, 9, 7, 8), 2) == [9, 7]
 
 
-@pytest.mark.parametrize("same", [slice(0, 900), slice(900, 1000)])
-def test_ngram_sees_a_change_at_either_end(same: slice) -> None:
-    first = list(range(500)) * 2
-    other = [t + 1000 for t in first]
-    other[same] = first[same]
-    drafter = NgramDrafter()
-    drafter.propose(first, 5)
-    assert drafter.propose([*other, 7, 8, 9, 7, 8], 1) == [9]
-    assert drafter.propose(other[:990] + other[440:445], 5) == brute_force(other[:990] + other[440:445], 5, 2)
+@pytest.mark.parametrize("changed", [range(900), range(991, 1000)])
+def test_ngram_sees_a_change_at_either_end(changed: range) -> None:
+    drafter, text = NgramDrafter(), list(range(1000))
+    drafter.propose(text, 1)
+    for i in changed:
+        text[i] += 1000
+    found = changed[5]
+    assert drafter.propose([*text, *text[found - 3 : found]], 1) == [text[found]]
 
 
 def test_ngram_goes_round_where_the_copy_ends() -> None:
@@ -91,24 +97,16 @@ def test_ngram_without_a_guess() -> None:
     assert NgramDrafter().propose([], 4) == []
     assert NgramDrafter().propose([1], 4) == []
     assert NgramDrafter().propose([1, 2, 3, 4], 4) == []
-    assert NgramDrafter().propose([1, 2, 3, 2], 4) == []
-    assert NgramDrafter(1).propose([1, 2, 3, 2], 4) == [3, 2, 3, 2]
+    assert NgramDrafter(2).propose([1, 2, 3, 2], 4) == []
+    assert NgramDrafter().propose([1, 2, 3, 2], 4) == [3, 2, 3, 2]
     assert NgramDrafter().propose([1, 2, 1, 2], 0) == []
 
 
-@pytest.mark.parametrize("period", [1, 50, 33_000, 100_000])
-def test_ngram_is_quick_on_a_long_text(period: int) -> None:
-    rng = random.Random(0)
-    text = ([rng.randrange(1000) for _ in range(period)] * (100_000 // period + 1))[:100_000]
-    drafter = NgramDrafter()
-    drafter.propose(text, 8)
-    spent = []
-    for token in text[:20]:
-        text.append(token)
-        begun = time.perf_counter()
-        drafter.propose(text, 8)
-        spent.append(time.perf_counter() - begun)
-    assert sorted(spent)[10] < 0.1
+def test_ngram_stops_where_line_after_line_has_differed() -> None:
+    lines = [token for number in range(100, 104) for token in (1, 2, number, 3, 4)]
+    assert NgramDrafter().propose([*lines, 1], 8) == [2]
+    assert NgramDrafter().propose([*lines, 1, 2, 104], 8) == []
+    assert NgramDrafter().propose([*lines, 1, 2, 104, 3], 8) == [4, 1, 2]
 
 
 def test_a_callable_is_a_drafter() -> None:
@@ -261,7 +259,7 @@ def test_a_probe_without_a_guess_is_asked_again() -> None:
 
 
 def test_the_dearer_a_row_or_a_draft_the_fewer_drafts() -> None:
-    def settled(**costs: float) -> float:
+    def settled(**costs: Any) -> float:
         return float(np.mean(run(DraftControl(8), 400, often(0.7), **costs)[200:]))
 
     cheap, dear, dearest = settled(per_row=0.02), settled(per_row=0.2), settled(per_row=0.9)
@@ -269,7 +267,7 @@ def test_the_dearer_a_row_or_a_draft_the_fewer_drafts() -> None:
     assert settled(per_row=0.02, draft_seconds=0.18) < cheap - 2
 
 
-@pytest.mark.parametrize(("at", "by"), [(set(), 30), ({16}, 30), ({16, 17}, 100)])
+@pytest.mark.parametrize(("at", "by"), [(set(), 30), ({16, 17}, 30), ({17, 18}, 100)])
 def test_dear_rows_are_found_out_though_every_draft_is_right(at: set[int], by: int) -> None:
     asked = run(DraftControl(4), 300, always, per_row=1.2, pause=lambda i: 100.0 * (i in at))
     assert sum(asked[by:]) <= 10
@@ -293,9 +291,11 @@ def test_acceptance_is_that_of_the_drafts(p: float) -> None:
 
 def test_a_clock_that_stands_still_is_borne() -> None:
     control = DraftControl(4)
-    for rows in (1, 1, 5, 5, 1):
-        control.record(rows - 1, 0, rows, 0.0, 0.0)
-        assert 0 <= control.next_k() <= 4
+    for seconds in (0.0, 1.0):
+        for _ in range(20):
+            control.record(0, 0, 1, seconds, 0.0)
+            control.record(4, 4, 5, 0.0, 0.0)
+            assert 0 <= control.next_k() <= 4
 
 
 @settings(max_examples=50)

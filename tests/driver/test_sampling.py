@@ -89,7 +89,7 @@ def test_picks_are_spread_as_the_softmax_says(options: dict[str, Any], vary: str
 )
 @pytest.mark.parametrize("top_k", [0, 4])
 def test_top_p_keeps_the_fewest_best_tokens_and_of_equals_the_lower_ids(top_p: float, kept: set[int], top_k: int) -> None:
-    logits = np.log(np.array([0, 4, 2, 0, 1, 1], np.float32), where=[0, 1, 1, 0, 1, 1], out=np.full(6, -np.inf, np.float32))
+    logits = np.array([-np.inf, math.log(4), math.log(2), -np.inf, 0, 0], np.float32)
     sampler = Sampler(SamplingParams(top_p=top_p, top_k=top_k))
     assert {sampler.pick(answer_to(sampler.want, logits), position) for position in range(300)} == kept
 
@@ -196,14 +196,8 @@ def test_judge_counts_what_it_accepts() -> None:
 
 
 def test_numpy_numbers_and_lists_are_taken_and_made_plain() -> None:
-    params = SamplingParams(
-        np.float32(0.5),
-        np.float64(0.25),
-        np.int32(3),
-        np.uint64(2**64 - 1),
-        ["a", "b"],
-        {np.int64(7)},  # type: ignore[arg-type]
-    )
+    values: list[Any] = [np.float32(0.5), np.float64(0.25), np.int32(3), np.uint64(2**64 - 1), ["a", "b"], {np.int64(7)}]
+    params = SamplingParams(*values)
     assert params == SamplingParams(0.5, 0.25, 3, 2**64 - 1, ("a", "b"), (7,))
     assert [type(v) for v in (params.temperature, params.top_k, params.seed)] == [float, int, int]
     assert SamplingParams(eos_ids=[]).eos_ids == ()  # type: ignore[arg-type]

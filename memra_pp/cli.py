@@ -15,7 +15,9 @@ from typing import Any, NoReturn
 from .cache import KvPolicy
 from .cache.formats import K_CHOICES, V_CHOICES
 from .config import ModelConfig
+from .driver.drafters import Draft
 from .driver.launch import fence_for, launch, model_path
+from .driver.model_drafter import ModelDrafter
 from .driver.pipeline import Pipeline
 from .driver.sampling import SamplingParams
 from .driver.tokens import checked_prompt
@@ -70,6 +72,8 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--threads", type=int, help="kernel threads a stage (default: the cores shared out)")
     run.add_argument("--kv-k", choices=K_CHOICES, help="K format (default: MEMRA_KV_K or q8_0)")
     run.add_argument("--kv-v", choices=V_CHOICES, help="V format (default: MEMRA_KV_V or q5_1)")
+    run.add_argument("--speculate", type=_count, default=0, metavar="K", help="most drafts a round (default: 0, none)")
+    run.add_argument("--drafter", help="ngram, or the model that drafts: a GGUF file or a directory (default: ngram)")
     run.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
     run.set_defaults(run=_run)
     return parser
@@ -79,6 +83,7 @@ def _run(args: argparse.Namespace) -> None:
     model = demo_weights() if args.model is None else Path(args.model)
     policy = KvPolicy.from_env(_with_formats(args.kv_k, args.kv_v))
     ids, tokenizer = _encoded(model, args)
+    draft = _draft(args, model)
     started = time.perf_counter()
     steps = None if args.json else _Progress()
     with launch(
@@ -94,7 +99,7 @@ def _run(args: argparse.Namespace) -> None:
         loaded = time.perf_counter() - started
         if steps is not None:
             steps.done(loaded)
-        report = _generate(pipe, tokenizer, ids, args)
+        report = _generate(pipe, tokenizer, ids, draft, args)
     report["load_s"] = loaded
     if args.json:
         print(json.dumps(report))
@@ -102,15 +107,19 @@ def _run(args: argparse.Namespace) -> None:
         print(_table(report))
 
 
-def _generate(pipe: Pipeline, tokenizer: Tokenizer, ids: list[int], args: argparse.Namespace) -> dict[str, Any]:
+def _generate(
+    pipe: Pipeline, tokenizer: Tokenizer, ids: list[int], draft: Draft | None, args: argparse.Namespace
+) -> dict[str, Any]:
     """Streams the text (unless `--json`) and returns the report, taken while the session is open."""
     stream, text, tokens = tokenizer.stream(), "", []
+    greedy = SamplingParams(temperature=0, eos_ids=tuple(tokenizer.eos_ids))
     if not args.json:
         print(args.prompt, end="", flush=True)
     times = [time.perf_counter()]
     try:
-        with pipe.open(ids, max_new_tokens=args.max_new) as session:
-            for token in session.generate(args.max_new, SamplingParams(temperature=0, eos_ids=tuple(tokenizer.eos_ids))):
+        with pipe.open(ids, max_new_tokens=args.max_new, speculate=args.speculate) as session:
+            opened = pipe.stats()["traversals"]
+            for token in session.generate(args.max_new, greedy, draft):
                 times.append(time.perf_counter())
                 tokens.append(token)
                 text += _emit(stream.push(token), args.json)
@@ -124,6 +133,8 @@ def _generate(pipe: Pipeline, tokenizer: Tokenizer, ids: list[int], args: argpar
         "tokens": tokens,
         "first_token_s": times[1] - times[0] if tokens else None,
         "tokens_per_s": (len(tokens) - 1) / (times[-1] - times[1]) if len(tokens) > 1 else None,
+        "traversals": stats["traversals"] - opened,
+        **{name: stats[name] for name in ("rounds", "drafted", "accepted", "rebuilds")},
         "kv": stats["kv"],
         "stages": stats["stages"],
     }
@@ -162,6 +173,9 @@ def _summary(report: dict[str, Any]) -> str:
         parts.append(f"the first after {report['first_token_s']:.2f} s")
     if report["tokens_per_s"] is not None:
         parts.append(f"then {report['tokens_per_s']:.1f} tok/s")
+    if report["drafted"]:
+        parts.append(f"{report['rounds']} rounds, {report['drafted']} drafted, {report['accepted']} accepted")
+        parts.append(f"{report['traversals']} traversals, {count / report['traversals']:.2f} tokens each")
     return ", ".join([*parts, f"K/V {', '.join(report['kv'])}", f"loaded in {report['load_s']:.1f} s"])
 
 
@@ -192,6 +206,18 @@ def _encoded(model: Path, args: argparse.Namespace) -> tuple[list[int], Tokenize
     tokenizer = load_tokenizer(model)
     ids = tokenizer.encode(args.prompt)
     return checked_prompt(ids, cfg.n_vocab, cfg.max_ctx if args.max_ctx is None else args.max_ctx), tokenizer
+
+
+def _draft(args: argparse.Namespace, model: Path) -> Draft | None:
+    """How to speculate. A drafting model is checked before anything is started."""
+    if not args.speculate:
+        if args.drafter is not None:
+            raise InputError(f"--drafter {args.drafter} without --speculate: say how many drafts a round may have, such as 4")
+        return None
+    by = args.drafter or "ngram"
+    if by != "ngram":
+        ModelDrafter.check(ModelConfig.from_path(model_path(by)), ModelConfig.from_path(model_path(model)).n_vocab)
+    return Draft(k=args.speculate, by=by)
 
 
 def _with_formats(kv_k: str | None, kv_v: str | None) -> dict[str, str]:

@@ -24,6 +24,12 @@ def tiny(data: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
+def hybrid(data: Path) -> Path:
+    """Eight random Qwen3.5 layers, two of them attention, context 16,384, with the transformers library's logits."""
+    return data / "hybrid"
+
+
+@pytest.fixture(scope="session")
 def gemma() -> Path:
     """Gemma-3-270M's GGUF file."""
     return demo_weights()

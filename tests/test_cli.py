@@ -56,6 +56,28 @@ def test_text_and_table(gemma: Path) -> None:
     assert "tok/s" in lines[-1]
 
 
+def test_speculation_reports_its_rounds_and_leaves_the_text_alone(gemma: Path) -> None:
+    command = "run", str(gemma), "--prompt", "a b c d a b c d a b", "--max-new", "16", "--backend", "local", "--json"
+    plain, drafted = (json.loads(run(*command, *more).stdout) for more in ((), ("--speculate", "4")))
+    assert drafted["tokens"] == plain["tokens"] and (plain["drafted"], plain["rounds"]) == (0, plain["traversals"] - 1)
+    assert 0 < drafted["accepted"] <= drafted["drafted"]
+    assert drafted["traversals"] == drafted["rounds"] + 1 < plain["traversals"]
+    lines = run(*command[:-1], "--speculate", "4").stdout.splitlines()
+    assert "rounds" in lines[-1] and "accepted" in lines[-1] and "tokens each" in lines[-1]
+
+
+def test_a_smaller_model_may_draft(data: Path, gemma: Path, tmp_path: Path) -> None:
+    assert "vocabulary of 256" in error_of(
+        "run", str(gemma), "--prompt", "a", "--speculate", "4", "--drafter", str(data / "hybrid")
+    )
+    done = run(
+        "run", str(gemma), "--prompt", "a", "--speculate", "2", "--drafter", str(gemma), "--max-new", "8", "--backend", "local",
+        "--json",
+    )  # fmt: skip
+    report = json.loads(done.stdout)
+    assert report["drafted"] == report["accepted"] > 0
+
+
 def test_ray_is_the_default_backend(gemma: Path) -> None:
     done = run("run", str(gemma), "--prompt", "Hello", "--stages", "2", "--max-new", "2", "--json")
     assert done.returncode == 0, done.stderr
@@ -78,6 +100,9 @@ def test_ray_is_the_default_backend(gemma: Path) -> None:
         (["--max-ctx", "99999999"], "max_ctx"),
         (["--max-new", "-1"], "max-new"),
         (["--threads", "0"], "threads"),
+        (["--speculate", "300"], "256"),
+        (["--drafter", "ngram"], "--speculate"),
+        (["--speculate", "2", "--drafter", "nowhere"], "nowhere"),
     ],
 )
 def test_bad_options_are_one_line(gemma: Path, args: list[str], says: str) -> None:

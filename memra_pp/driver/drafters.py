@@ -35,7 +35,14 @@ class CallableDrafter:
         self._fn = fn
 
     def propose(self, tokens: Sequence[int], k: int) -> list[int]:
-        return list(self._fn(tokens, k))
+        """What the function says.
+
+        Raises:
+            InputError: that is not a list of tokens.
+        """
+        drafts: Any = self._fn(tokens, k)
+        require(isinstance(drafts, Iterable), InputError, "what the drafting function returned", drafts, "a list of token ids")
+        return list(drafts)
 
 
 class NgramDrafter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from ..errors import InputError, checked_int
@@ -40,24 +41,20 @@ def generate(
 
 def _tokens(pipe: Pipeline, session: Session, most: int, sampler: Sampler, draft: Draft | None) -> Iterator[int]:
     """The tokens sampled, as long as there is room for their rows."""
-    token = sampler.pick(session.prefill(want=sampler.want), session.pos)
-    yield token
-    made = 1
-    if draft is None:
+    with nullcontext() if draft is None else pipe.drafter(draft, session.shape.ctx) as drafter:
+        control = DraftControl(1 if draft is None else draft.k)
+        token = sampler.pick(session.prefill(want=sampler.want), session.pos)
+        yield token
+        made = 1
         while session.pos < session.shape.ctx:
-            token = session.round((), sampler, next=token).next
-            yield token
-        return
-    with pipe.drafter(draft, session.shape.ctx) as drafter:
-        control = DraftControl(draft.k)
-        while session.pos < session.shape.ctx:
-            k = min(control.next_k(), session.drafts_possible, most - made - 1)
             started = time.perf_counter()
-            drafts = _drafts(drafter, [*session.tokens, token], max(0, k), pipe.cfg.n_vocab)
+            drafts: list[int] = []
+            if drafter is not None:
+                k = min(control.next_k(), session.drafts_possible, most - made - 1)
+                drafts = _drafts(drafter, [*session.tokens, token], k, pipe.cfg.n_vocab)
             drafted = time.perf_counter()
             done = session.round(drafts, sampler, next=token)
-            seconds = time.perf_counter() - drafted
-            control.record(len(drafts), done.accepted, 1 + len(drafts), seconds, drafted - started)
+            control.record(len(drafts), done.accepted, 1 + len(drafts), time.perf_counter() - drafted, drafted - started)
             token = done.next
             made += done.accepted + 1
             yield from drafts[: done.accepted]
@@ -65,7 +62,7 @@ def _tokens(pipe: Pipeline, session: Session, most: int, sampler: Sampler, draft
 
 
 def _drafts(drafter: Drafter, tokens: list[int], k: int, n_vocab: int) -> list[int]:
-    return checked_drafts(drafter.propose(tokens, k), k, n_vocab) if k else []
+    return checked_drafts(drafter.propose(tokens, k), k, n_vocab) if k > 0 else []
 
 
 class _Ends:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..config import ModelConfig
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,13 +21,18 @@ class ModelDrafter:
     """
 
     def __init__(self, pipe: Pipeline, n_vocab: int, ctx: int) -> None:
-        if pipe.cfg.n_vocab != n_vocab:
-            raise ConfigError(
-                f"a drafter with a vocabulary of {pipe.cfg.n_vocab} tokens for a model with {n_vocab}: take one of its family"
-            )
+        self.check(pipe.cfg, n_vocab)
         self._pipe, self._ctx = pipe, min(ctx, pipe.max_ctx)
         self._session: Session | None = None
         self._base: SessionSnapshot | None = None
+
+    @staticmethod
+    def check(cfg: ModelConfig, n_vocab: int) -> None:
+        """Raises ConfigError unless the model can draft for one with a vocabulary of `n_vocab` tokens."""
+        if cfg.n_vocab != n_vocab:
+            raise ConfigError(
+                f"a drafter with a vocabulary of {cfg.n_vocab} tokens for a model with {n_vocab}: take one of its family"
+            )
 
     def propose(self, tokens: Sequence[int], k: int) -> list[int]:
         """`k` tokens, greedily; fewer where the drafter's own context ends."""

@@ -320,3 +320,53 @@ def test_stats_name_the_formats_that_are_held(tiny: Path) -> None:
         assert pipe.stats()["kv"] == ["fp8/fp8"]
     with pytest.raises(StageError, match="closed"):
         pipe.stats()
+
+
+def test_generation_ends_with_the_token_that_completes_a_stop_text(gemma: Path) -> None:
+    with memra_pp.launch(gemma, backend="local") as pipe:
+        prompt = pipe.tokenizer.encode("1, 2, 3, 4, 5, 6,")
+        decode = pipe.tokenizer.decode
+        plain = list(pipe.generate(prompt, max_new_tokens=16))
+        assert "9, 1" in decode(plain)
+        for draft in (None, memra_pp.Draft(k=4)):
+            stopping = memra_pp.SamplingParams(temperature=0, stop=("never", "9, 1"))
+            tokens = list(pipe.generate(prompt, max_new_tokens=16, sampling=stopping, draft=draft))
+            assert tokens == plain[: len(tokens)]
+            assert decode(tokens).endswith("9, 1")
+
+
+def test_a_drafter_that_misbehaves_costs_an_error_and_no_session(pipe: memra_pp.Pipeline) -> None:
+    for by, says in (
+        (lambda tokens, k: [512], "511"),
+        (lambda tokens, k: [1] * (k + 1), "k="),
+        (lambda tokens, k: None, "None"),
+    ):
+        with pytest.raises(InputError, match=says):
+            list(pipe.generate([5, 6, 7], max_new_tokens=8, draft=memra_pp.Draft(k=2, by=by)))
+    with pipe.open([5, 6, 7], max_new_tokens=8, speculate=2) as session:
+        with pytest.raises(InputError, match="speculate=2"):
+            next(session.generate(4, draft=memra_pp.Draft(k=3)))
+        with pytest.raises(InputError, match="prefill"):
+            session.round([1], next=2)
+        session.prefill()
+        with pytest.raises(InputError, match="next="):
+            session.round([1])
+        for drafts in ([1, 2, 3], [512], ["a"], None):
+            with pytest.raises(InputError):
+                session.round(drafts, next=2)  # type: ignore[arg-type]
+        assert session.tokens == [5, 6, 7]
+        assert session.round([1, 2], next=2).rows.shape == (3,)
+
+
+def test_what_is_wanted_comes_back(pipe: memra_pp.Pipeline) -> None:
+    with pipe.open([5, 6, 7], max_new_tokens=8, speculate=2) as a, pipe.open([5, 6, 7], max_new_tokens=8, speculate=2) as b:
+        logits = np.stack([a.prefill(), a.decode(8), *a.verify([9, 10]), a.extend([11, 12])])
+        best = [b.prefill(want="topk:7"), b.decode(8, want="topk:7"), *b.verify([9, 10], want="topk:7")]
+        for row, top in zip(logits, best, strict=False):
+            assert top["id"].tolist() == np.argsort(-row, kind="stable")[:7].tolist()
+            np.testing.assert_array_equal(top["logit"], row[top["id"]])
+        assert b.extend([11, 12], want="argmax") == logits[-1].argmax()
+        for want in ("topk:0", "topk:513", "best", None):
+            with pytest.raises(InputError, match="topk:1 to 512"):
+                b.decode(1, want=want)  # type: ignore[arg-type]
+        assert b.tokens == a.tokens

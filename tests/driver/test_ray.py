@@ -52,6 +52,32 @@ def test_bits_past_ten_thousand_rows_equal_one_stage_in_process(cluster: None, t
     np.testing.assert_array_equal(long_run(tiny, "all", backend="ray", **options), alone)
 
 
+@pytest.mark.parametrize(("stages", "k", "recurrent"), [(2, 4, "replay"), (4, 8, "states")])
+def test_speculation_over_actors_gives_the_text_of_plain_decoding(
+    cluster: None, hybrid: Path, stages: int, k: int, recurrent: Any
+) -> None:
+    prompt = list(range(30, 60)) * 2
+    with memra_pp.launch(hybrid, backend="local") as alone:
+        plain = list(alone.generate(prompt, max_new_tokens=40))
+    wrong = memra_pp.Draft(k=k, by=lambda tokens, most: [t ^ 1 for t in plain[len(tokens) - len(prompt) :][:most]])
+    with memra_pp.launch(hybrid, stages=stages, policy=memra_pp.cache.KvPolicy(ring="all")) as pipe:
+        for draft in (memra_pp.Draft(k=k, recurrent=recurrent), wrong):
+            before = pipe.stats()
+            assert list(pipe.generate(prompt, max_new_tokens=40, draft=draft)) == plain
+            after = pipe.stats()
+            feeds = after["traversals"] - before["traversals"] - 2  # one opens, one closes
+            assert feeds == 1 + after["rounds"] - before["rounds"] and after["drafted"] > before["drafted"]
+
+
+def test_speculation_on_the_real_weights_over_actors(cluster: None, gemma: Path) -> None:
+    with memra_pp.launch(gemma, stages=2) as pipe:
+        prompt = pipe.tokenizer.encode("1. Buy milk from the shop\n2. Buy bread from the shop\n3.")
+        plain = list(pipe.generate(prompt, max_new_tokens=24))
+        for draft in (memra_pp.Draft(k=8), memra_pp.Draft(k=3, by=lambda tokens, k: [5] * k)):
+            assert list(pipe.generate(prompt, max_new_tokens=24, draft=draft)) == plain
+        assert pipe.stats()["accepted"] > 5
+
+
 def test_a_killed_stage_is_named_and_the_pipeline_closes(cluster: None, tiny: Path) -> None:
     with memra_pp.launch(tiny, stages=3) as pipe:
         session = pipe.open([5, 6, 7], max_new_tokens=8)

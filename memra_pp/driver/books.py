@@ -193,12 +193,13 @@ class Books:
             self.drop |= 1 << slot.index
 
     def restart(self) -> None:
-        """The stages have emptied the session: every token is to be replayed, every live snapshot to be taken again."""
+        """The stages have emptied the session after a step that failed: every token is to be replayed, every live snapshot to
+        be taken again."""
         live = [slot for slot in self.slots if slot is not None]
         self.retake = sorted(live, key=lambda slot: self.plan.live.index(slot.mark))
         self.plan = CachePlan.of(self.cfg, self.shape.ctx, self.policy)
         self.plan.pos = len(self.tokens)
-        self.seq += 1
+        self.seq += 2  # the failed step's turn, and the reset's
         self.drop, self.kept, self.owed = 0, {}, Owed(0, 0, 0)
 
     def _stood(self) -> CachePlan:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..cache import DflashTapSink
-from ..errors import CacheError, InputError, StageError, checked_int
+from ..errors import InputError, StageError, checked_int
 from ..models.protocol import Array
-from ..stage.frames import ARGMAX, LOGITS, RESET, TOPK, Entry, Frame, Note, want_code
+from ..stage.frames import want_code
 from ..stage.spec import SessionShape
-from .books import Books, Slot, Step
+from .books import Books, Slot
 from .drafters import Draft, checked_drafts
 from .sampling import Sampler, SamplingParams, judge
+from .steps import Steps
 from .tokens import checked_tokens, chunks
 
 if TYPE_CHECKING:
@@ -97,8 +98,9 @@ class Session:
         self._pipe = pipe
         self._prompt = prompt
         self._books = Books(pipe.cfg, pipe.policy, shape, session_id)
+        self._steps = Steps(pipe, self._books)
         self._next: int | None = None
-        self._state = "open"
+        self._closed = False
         self._lock = threading.Lock()
 
     @property
@@ -235,9 +237,9 @@ class Session:
 
     def close(self) -> None:
         """Gives the session's bytes back on every stage; closing twice is fine."""
-        if self._state == "closed":
+        if self._closed:
             return
-        self._state = "closed"
+        self._closed = True
         try:
             self._pipe.release(self)
         except StageError:
@@ -246,7 +248,7 @@ class Session:
 
     def abandon(self) -> None:
         """Marks the session closed because its pipeline closes."""
-        self._state = "closed"
+        self._closed = True
 
     def end_snapshot(self, slot: Slot) -> None:
         """Ends a snapshot of this session, if it is live."""
@@ -306,88 +308,11 @@ class Session:
         return rows, self._books.held(free)
 
     def _step(self, tokens: list[int], **asked: Any) -> Array:
-        """One step through the chain, behind whatever is owed; its answer rows. A stage's fault costs a replay of every token
-        and one more try."""
-        fault = self._try_step(tokens, asked)
-        if isinstance(fault, Frame):
-            return self._answers(fault, tokens, asked.get("want", LOGITS))
-        log.warning("session %d failed on stage %d (%s: %s): replaying its tokens", self.id, *fault)
-        self._reset()
-        fault = self._try_step(tokens, asked)
-        if isinstance(fault, Frame):
-            return self._answers(fault, tokens, asked.get("want", LOGITS))
-        stage, kind, message = fault
-        raise StageError(f"session {self.id} failed on stage {stage}: {message} ({kind}); close it and open another")
-
-    def _try_step(self, tokens: list[int], asked: dict[str, Any]) -> Frame | list[Any]:
-        """Sends what must go ahead of the step, then the step: its reply, or the fault of the first that has one."""
-        books, epoch, chunk = self._books, self._pipe.chain.epoch, self._pipe.prefill_chunk
-        while (ahead := books.ahead(len(tokens), chunk)) is not None:
-            reply = self._send(books.replay_step(epoch, *ahead), None)
-            if (fault := reply.fault(0)) is not None:
-                return fault
-        note: Note | None = None
-        if self.dflash_taps is not None and tokens:
-            note = {"taps": {"layers": list(self.dflash_taps.layer_ids), "rows": len(tokens), "parts": []}}
-        reply = self._send(books.step(epoch, tokens, **asked), note)
-        return reply.fault(0) or reply
-
-    def _send(self, step: Step, note: Note | None) -> Frame:
-        """One step through the chain, written down if every stage has applied it."""
-        chain, before = self._pipe.chain, self._state
-        arrays = [np.array(step.rows, np.int32)] if step.rows else []
-        self._state = "failed"
-        try:
-            reply = chain.roundtrip(step.entry, arrays, self._pipe.step_timeout, note)
-        except InputError:
-            self._state = before
-            raise
-        if reply.fault(0) is not None:
-            return reply
-        if reply.hops != len(chain.budgets):
-            raise StageError(f"{reply.hops} of {len(chain.budgets)} stages applied a step of session {self.id}; close it")
-        self._books.commit(step)
-        self._state, self._next = "open", None
-        return reply
-
-    def _reset(self) -> None:
-        """Empties the session on every stage; what it held is owed."""
-        books, chain = self._books, self._pipe.chain
-        reply = chain.roundtrip(Entry(RESET, self.id, books.seq + 1, chain.epoch), [], self._pipe.step_timeout)
-        if (fault := reply.fault(0)) is not None:
-            raise StageError(f"session {self.id} could not be reset on stage {fault[0]}: {fault[2]}; close it and open another")
-        books.seq += 1
-        books.restart()
-        self._pipe.count(rebuilds=1)
-
-    def _answers(self, reply: Frame, tokens: list[int], want: int) -> Array:
-        parts = reply.notes.get(0, {}).get("taps", {}).get("parts", [])
-        answers = reply.arrays[: len(reply.arrays) - len(parts)]
-        taps = reply.arrays[len(answers) :]
-        sink = self.dflash_taps
-        if sink is not None and tokens:
-            for array, slots in parts:
-                sink.place(slots, taps[array])
-            sink.base += len(tokens)
-        if not answers:
-            return np.empty(0, np.float32)
-        return answers[0].view(TOPK) if want > ARGMAX else answers[0]
+        self._next = None
+        return self._steps.run(tokens, self.dflash_taps, **asked)
 
     def _check(self, rows: int, chunk: int | None = None) -> None:
-        """Whether `rows` more rows fit everywhere: the context, the rings, the taps."""
-        self._books.check(rows, chunk or self._pipe.prefill_chunk)
-        sink, cfg = self.dflash_taps, self._pipe.cfg
-        if sink is None:
-            return
-        if sink.base + rows > sink.t:
-            raise CacheError(
-                f"{rows} rows behind row {sink.base} do not fit in taps of {sink.t}: arm a larger sink, or set its base to 0"
-            )
-        if sink.hidden != cfg.n_embd or not all(0 <= il < cfg.n_trunk for il in sink.layer_ids):
-            raise InputError(
-                f"taps of layers {list(sink.layer_ids)}, {sink.hidden} wide: the model has layers 0 to {cfg.n_trunk - 1}, "
-                f"{cfg.n_embd} wide"
-            )
+        self._steps.check(rows, self.dflash_taps, chunk)
 
     def _code(self, want: str) -> int:
         return want_code(want, self._pipe.cfg.n_vocab)
@@ -403,12 +328,12 @@ class Session:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """The session to oneself, if it is open."""
-        if self._state == "closed":
+        if self._closed:
             raise InputError("this session is closed: open another")
         if not self._lock.acquire(blocking=False):
             raise InputError("this session is in the middle of a call from another thread: use one session a thread")
         try:
-            if self._state == "failed":
+            if self._steps.failed:
                 raise StageError("this session failed or was interrupted in a step before: close it and open another")
             yield
         finally:

@@ -30,7 +30,7 @@ import memra_pp
 from memra_pp.cache import Cache
 from memra_pp.config import ModelConfig
 from memra_pp.models.protocol import Array, StepBatch
-from memra_pp.stage import frames
+from memra_pp.stage.frames import STEP, Entry
 
 STAGES = 4
 WIDTH = 2048  # 8 KB of f32
@@ -74,7 +74,7 @@ def our_step(pipe: memra_pp.Pipeline) -> Callable[[], None]:
 
     def step() -> None:
         nonlocal at
-        reply = pipe.chain.roundtrip(frames.step(session.id, at + 1, pipe.chain.epoch, at, 1), [row], 10.0)
+        reply = pipe.chain.roundtrip(Entry(STEP, session.id, at + 1, pipe.chain.epoch, at, 1, 1), [row], 10.0)
         at += 1
         assert reply.arrays[0].nbytes == row.nbytes and reply.hops == STAGES
 

@@ -57,7 +57,7 @@ class Pipeline:
         self._ending: set[int] = set()
         self._drafters: dict[Path, Pipeline] = {}
         self._counters = dict.fromkeys(("rounds", "drafted", "accepted", "rebuilds"), 0)
-        self._counting = threading.Lock()
+        self._counting, self._loading = threading.Lock(), threading.Lock()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -150,9 +150,10 @@ class Pipeline:
     def _drafting(self, model: Path) -> Pipeline:
         from .launch import launch
 
-        if model not in self._drafters:
-            self._drafters[model] = launch(model, stages=1, backend="local", mtp=False)
-        return self._drafters[model]
+        with self._loading:
+            if model not in self._drafters:
+                self._drafters[model] = launch(model, stages=1, backend="local", mtp=False)
+            return self._drafters[model]
 
     def count(self, **more: int) -> None:
         """Adds to the counters of `stats()`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..cache import DflashTapSink
-from ..errors import InputError, StageError, checked_int
+from ..errors import InputError, StageError, checked_int, require
 from ..models.protocol import Array
 from ..stage.frames import want_code
 from ..stage.spec import SessionShape
@@ -196,6 +196,7 @@ class Session:
             CacheError: it has ended, or fewer than `accept` tokens were fed since. Nothing has changed.
         """
         with self._turn():
+            require(isinstance(snap, SessionSnapshot), InputError, "snap", snap, "a snapshot that this session has taken")
             self._books.rollback(snap.slot_of(self), checked_int(InputError, "accept", accept, 0, sys.maxsize))
             self._next = None
 

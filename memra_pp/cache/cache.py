@@ -81,10 +81,11 @@ class Cache:
         try:
             for dev, layers in devs:
                 self._alloc(dev, layers)
+            rings = [layer.ring for layer in self.kv if layer is not None and layer.ring is not None]
+            self.plan = CachePlan(max_ctx, rings)
         except BaseException:
             self._free_layers()
             raise
-        self.plan = CachePlan(max_ctx, [layer.ring for layer in self.kv if layer is not None and layer.ring is not None])
 
     @classmethod
     def new(cls, dev: KvDev, cfg: ModelConfig, max_ctx: int, *, policy: KvPolicy | None = None) -> Cache:

@@ -66,28 +66,30 @@ class CachePlan:
         rings = (ring.rows - (self.pos - self.retain_from(ring)) for ring in self._rings)
         return min([self.max_ctx - self.pos, *rings])
 
-    def check_append(self, rows: int, chunk: int | None = None) -> None:
-        """Whether `rows` rows can be appended at `pos`, in appends of at most `chunk` (None: in one); changes nothing.
+    def check_append(self, rows: int, chunk: int | None = None, replayed: int = 0) -> None:
+        """Whether `replayed` rows and then `rows` new ones can be appended at `pos`, in appends of at most `chunk` (None: in
+        one); changes nothing.
 
         Raises:
             CapacityExceeded: the context is too short.
             SnapshotPinned: the rows would overwrite what a pinned snapshot needs.
             CacheError: one append does not fit a ring.
         """
-        if self.pos + rows > self.max_ctx:
+        at = self.pos + replayed
+        if at + rows > self.max_ctx:
             raise CapacityExceeded(
-                f"{rows} more rows at row {self.pos} exceed the {self.max_ctx} rows this session was opened for: "
-                f"feed at most {self.max_ctx - self.pos}, or open it with a larger max_new_tokens"
+                f"{rows} more rows at row {at} exceed the {self.max_ctx} rows this session was opened for: "
+                f"feed at most {self.max_ctx - at}, or open it with a larger max_new_tokens"
             )
         if not self._rings:
             return
-        one = rows if chunk is None else min(rows, chunk)
+        one = min(replayed + rows, replayed + rows if chunk is None else chunk)
         pinned = min((m for m in self._live if m.pin), key=lambda m: m.pos, default=None)
         for ring in self._rings:
-            if pinned is not None and self.pos + rows - ring.view_start(pinned.pos) > ring.rows:
+            if pinned is not None and at + rows - ring.view_start(pinned.pos) > ring.rows:
                 raise SnapshotPinned(
-                    f"{rows} more rows at row {self.pos} would overwrite rows that {pinned.name} needs: feed at most "
-                    f"{self.rows_possible()} rows, or close the snapshot first"
+                    f"{rows} more rows at row {at} would overwrite rows that {pinned.name} needs: feed at most "
+                    f"{self.rows_possible() - replayed} rows, or close the snapshot first"
                 )
             free = ring.rows - (self.pos - ring.view_start(self.pos))
             if one > free:

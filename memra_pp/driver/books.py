@@ -8,6 +8,7 @@ the model has recurrent state.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..cache import CachePlan, KvPolicy, SnapshotMark
 from ..config import ModelConfig
@@ -32,6 +33,14 @@ class Owed:
     restore: int
     accept: int
     base: int
+
+
+class Take(NamedTuple):
+    """A snapshot to take: into which slot, after how many rows of the step, and whether it pins."""
+
+    slot: int
+    at: int
+    pin: bool
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class Books:
         Raises:
             CapacityExceeded, SnapshotPinned, CacheError: as `CachePlan.check_append`.
         """
-        self._stood().check_append(len(self.replay) + rows, chunk)
+        self._stood().check_append(rows, chunk, replayed=len(self.replay))
 
     def rows_possible(self) -> int:
         """How many new rows the next step may have at most."""
@@ -136,14 +145,13 @@ class Books:
             CacheError: the rows or the snapshot do not fit; nothing has changed.
         """
         replay = self.replay
-        slot = None if snapshot_at is None else self.free_slot()
-        at = len(replay) + (snapshot_at or 0)
-        return self._step(epoch, replay + tokens, tokens, slot, at, pin, logits=logits, want=want, keep=keep)
+        take = None if snapshot_at is None else Take(self.free_slot(), len(replay) + snapshot_at, pin)
+        return self._prepare(epoch, replay + tokens, tokens, take, logits=logits, want=want, keep=keep)
 
     def replay_step(self, epoch: int, rows: int, slot: Slot | None) -> Step:
         """Prepares a step of the first `rows` rows of the replay, taking `slot` again behind them."""
-        index, pin = (None, False) if slot is None else (slot.index, slot.mark.pin)
-        return self._step(epoch, self.replay[:rows], [], index, rows, pin)
+        take = None if slot is None else Take(slot.index, rows, slot.mark.pin)
+        return self._prepare(epoch, self.replay[:rows], [], take)
 
     def commit(self, step: Step) -> None:
         """Writes down a step that every stage has applied."""
@@ -153,16 +161,15 @@ class Books:
         self.tokens += step.fed
         self.seq += 1
         self.drop = 0
-        self.owed = Owed(0, 0, done) if done < len(self.tokens) or self.retake[1:] else None
         if entry.keep:
             first = done - entry.keep
             self.kept = {first + i: self.shape.snapshots + i for i in range(entry.keep)}
-        if step.slot is None:
-            return
-        if self.retake and step.slot.index == self.retake[0].index:
-            self.retake.pop(0).mark = step.slot.mark
-        else:
-            self.slots[step.slot.index] = step.slot
+        if step.slot is not None:
+            if self.retake and step.slot.index == self.retake[0].index:
+                self.retake.pop(0).mark = step.slot.mark
+            else:
+                self.slots[step.slot.index] = step.slot
+        self.owed = Owed(0, 0, done) if self.retake or done < len(self.tokens) else None
 
     def rollback(self, slot: Slot, accept: int) -> None:
         """Goes back to a snapshot and keeps `accept` rows after it; the stages are told with the next rows.
@@ -210,27 +217,27 @@ class Books:
         plan.pos = self.owed.base
         return plan
 
-    def _step(
-        self,
-        epoch: int,
-        rows: list[int],
-        fed: list[int],
-        slot: int | None,
-        at: int,
-        pin: bool,
-        logits: int = 0,
-        want: int = LOGITS,
-        keep: int = 0,
-    ) -> Step:
+    def _prepare(self, epoch: int, rows: list[int], fed: list[int], take: Take | None, **asked: int) -> Step:
+        """A step of `rows`, of which `fed` are new, behind whatever rollback is owed."""
         owed = self.owed or Owed(0, 0, self.plan.pos)
         plan = self.plan.copy()
         plan.pos = owed.base
         plan.append(len(rows))
-        taken = None if slot is None else Slot(slot, plan.snapshot(pin, owed.base + at))
-        plan.pos = len(self.tokens) + len(fed)
-        snapshot = (0, 0, 0) if slot is None else (1 + slot, at, int(pin))
         entry = Entry(
-            STEP, self.session, self.seq, epoch, owed.base, len(rows), logits, want, owed.restore, owed.accept, self.drop,
-            *snapshot, keep,
-        )  # fmt: skip
-        return Step(entry, rows, fed, plan, taken)
+            op=STEP,
+            session=self.session,
+            seq=self.seq,
+            epoch=epoch,
+            base_len=owed.base,
+            rows=len(rows),
+            restore=owed.restore,
+            accept=owed.accept,
+            drop=self.drop,
+            **asked,
+        )
+        slot = None
+        if take is not None:
+            slot = Slot(take.slot, plan.snapshot(take.pin, owed.base + take.at))
+            entry = entry._replace(snapshot=1 + take.slot, snapshot_at=take.at, pin=int(take.pin))
+        plan.pos = len(self.tokens) + len(fed)
+        return Step(entry, rows, fed, plan, slot)

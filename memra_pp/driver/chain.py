@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,9 +11,14 @@ from ..errors import StageError
 from ..models.protocol import Array
 from ..stage.frames import Entry, Frame, Note
 from ..stage.worker import StageWorker
+from .locks import OwnedLock
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, and how many of how many steps of a launch are done."""
+
+
+CLOSE_S = 60.0
+"""How long a close waits for another thread's step."""
 
 
 class Chain(ABC):
@@ -25,7 +29,7 @@ class Chain(ABC):
         self.epoch = 1
         self.traversals = 0
         self._closed = False
-        self._lock = threading.RLock()
+        self._lock = OwnedLock()
         self._ids = itertools.count(1)
 
     def roundtrip(self, entry: Entry, arrays: list[Array], timeout: float, note: Note | None = None) -> Frame:
@@ -34,13 +38,20 @@ class Chain(ABC):
         Raises:
             StageError: a stage died or did not answer within `timeout` seconds; the message names it.
         """
-        if not self._lock.acquire(timeout=timeout):
-            raise StageError(f"the pipeline was busy for {timeout:.0f} s with other threads' steps")
+        if self._lock.mine:
+            raise StageError("a step was begun in the middle of another one of this thread, by a signal handler or a finalizer")
         try:
+            if not self._lock.acquire(timeout):
+                raise StageError(f"the pipeline was busy for {timeout:.0f} s with other threads' steps")
             self.traversals += 1
             return self._roundtrip(Frame(next(self._ids), [entry], arrays, {} if note is None else {0: note}), timeout)
         finally:
-            self._lock.release()
+            self._lock.release_if_mine()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether this thread is in the middle of a step: in a signal handler, or a finalizer that ran meanwhile."""
+        return self._lock.mine
 
     def _require_open(self) -> None:
         if self._closed:
@@ -85,8 +96,14 @@ class LocalChain(Chain):
         return [worker.stats() for worker in self._workers]
 
     def close(self) -> None:
-        with self._lock:
+        nested = self.in_step
+        try:
+            if not nested:
+                self._lock.acquire(CLOSE_S)
             self._closed = True
             for worker in self._workers:
                 worker.close()
             self._workers = []
+        finally:
+            if not nested:
+                self._lock.release_if_mine()

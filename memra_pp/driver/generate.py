@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from ..errors import InputError, checked_int
+from ..errors import InputError, checked_int, require
 from .drafters import Draft, DraftControl, Drafter, checked_drafts
 from .sampling import Sampler, SamplingParams
 
@@ -25,13 +25,19 @@ def generate(
     Raises:
         InputError: a bad argument, or `draft.k` is more than the session's `speculate`.
     """
+    sampler = Sampler(sampling)
+    require(draft is None or isinstance(draft, Draft), InputError, "draft", draft, "a Draft, or None")
     most = checked_int(InputError, "max_new_tokens", max_new_tokens, 0, sys.maxsize)
     if draft is not None and draft.k > session.shape.speculate:
         raise InputError(f"draft.k={draft.k}: this session was opened with speculate={session.shape.speculate}; open with more")
+    if draft is not None and not session.shape.snapshots:
+        raise InputError("drafts need a snapshot, and this session was opened with snapshots=0: open with one more")
+    if sampler.params.top_k > pipe.cfg.n_vocab:
+        raise InputError(f"top_k={sampler.params.top_k}: the vocabulary has {pipe.cfg.n_vocab} tokens; 0 stands for all")
     if not most:
         return
-    ends = _Ends(pipe, sampling)
-    for made, token in enumerate(_tokens(pipe, session, most, Sampler(sampling), draft), start=1):
+    ends = _Ends(pipe, sampler.params)
+    for made, token in enumerate(_tokens(pipe, session, most, sampler, draft), start=1):
         if token in ends.ids:
             return
         yield token
@@ -68,18 +74,17 @@ def _drafts(drafter: Drafter, tokens: list[int], k: int, n_vocab: int) -> list[i
 class _Ends:
     """What ends a generation: the ids that do, and the texts, looked for in the last tokens given out."""
 
-    def __init__(self, pipe: Pipeline, sampling: SamplingParams | None) -> None:
-        given = None if sampling is None else sampling.eos_ids
-        self.ids = pipe.cfg.eos_ids if given is None else frozenset(given)
-        self._stop = () if sampling is None else sampling.stop
+    def __init__(self, pipe: Pipeline, sampling: SamplingParams) -> None:
+        self.ids = pipe.cfg.eos_ids if sampling.eos_ids is None else frozenset(sampling.eos_ids)
+        self._stop = sampling.stop
         self._tokenizer = pipe.tokenizer if self._stop else None
         self._tail: list[int] = []
-        self._longest = max((len(text.encode()) for text in self._stop), default=0)
+        self._longest = max((4 * len(text) for text in self._stop), default=0)
 
     def reached(self, token: int) -> bool:
         """Whether `token` completes one of the texts."""
         if self._tokenizer is None:
             return False
-        self._tail = [*self._tail[1 - 2 * self._longest :], token]  # a token is a byte at least, or two to a character
+        self._tail = [*self._tail[-self._longest :], token]  # a token is a byte at least, a character four at most
         text = self._tokenizer.decode(self._tail)
         return any(stop in text for stop in self._stop)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from os import PathLike
@@ -15,13 +15,14 @@ from typing import Any, get_args
 
 from ..admission import Ledger, session_ctx
 from ..cache.sizing import Recurrent
-from ..config import KvPlan
+from ..config import KvPlan, ModelConfig
 from ..errors import AdmissionError, InputError, StageError, checked_int, require
 from ..models.tokenizer import Tokenizer, load_tokenizer
-from ..stage.frames import CLOSE, MAX_BODY_BYTES, OPEN, Entry
+from ..stage.frames import CLOSE, MAX_BODY_BYTES, OPEN, TOPK, Entry
 from ..stage.spec import MAX_SNAPSHOTS, SessionShape, StageSpec
 from .chain import Chain
 from .drafters import CallableDrafter, Draft, Drafter, NgramDrafter
+from .locks import OwnedLock
 from .model_drafter import ModelDrafter
 from .sampling import SamplingParams
 from .session import Session
@@ -55,6 +56,7 @@ class Pipeline:
         self._ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
         self._ending: set[int] = set()
+        self._gate = OwnedLock()
         self._drafters: dict[Path, Pipeline] = {}
         self._counters = dict.fromkeys(("rounds", "drafted", "accepted", "rebuilds"), 0)
         self._counting, self._loading = threading.Lock(), threading.Lock()
@@ -92,14 +94,17 @@ class Pipeline:
             StageError: a stage failed.
         """
         tokens = checked_prompt(prompt, self.cfg.n_vocab, self.max_ctx)
-        most = min(self.prefill_chunk, MAX_BODY_BYTES // (4 * self.cfg.n_vocab)) - 1
+        most = min(self.prefill_chunk, MAX_BODY_BYTES // (TOPK.itemsize * self.cfg.n_vocab)) - 1
         max_new_tokens = checked_int(InputError, "max_new_tokens", max_new_tokens, 0, MAX_NEW_TOKENS)
         speculate = checked_int(InputError, "speculate", speculate, 0, most)
         snapshots = checked_int(InputError, "snapshots", snapshots, 0, MAX_SNAPSHOTS)
-        require(recurrent in get_args(Recurrent), InputError, "recurrent", recurrent, "replay or states")
+        known = isinstance(recurrent, str) and recurrent in get_args(Recurrent)
+        require(known, InputError, "recurrent", recurrent, "replay or states")
         ctx = session_ctx(len(tokens), max_new_tokens, speculate, self.max_ctx)
         session = Session(self, next(self._ids), tokens, SessionShape(ctx, snapshots, recurrent, speculate))
-        self._open(session)
+        if self._gate.mine or self.chain.in_step:
+            raise StageError("a session was opened in the middle of a step of this thread, by a signal handler or a finalizer")
+        self._alone(lambda: self._open(session))
         return session
 
     def generate(
@@ -123,7 +128,7 @@ class Pipeline:
             InputError, AdmissionError, ConfigError, StageError: as `open`, and for a drafter that cannot be used, when the
                 first token is asked for.
         """
-        asked: dict[str, Any] = {} if draft is None else {"speculate": draft.k, "recurrent": draft.recurrent}
+        asked: dict[str, Any] = {"speculate": draft.k, "recurrent": draft.recurrent} if isinstance(draft, Draft) else {}
         with self.open(prompt, max_new_tokens=max_new_tokens, **asked) as session:
             yield from session.generate(max_new_tokens, sampling, draft)
 
@@ -134,10 +139,10 @@ class Pipeline:
         Raises:
             ConfigError: the drafting model cannot be used.
         """
-        if draft.by == "ngram":
+        if isinstance(draft.by, str) and draft.by == "ngram":
             yield NgramDrafter()
         elif isinstance(draft.by, str | PathLike):
-            drafter = ModelDrafter(self._drafting(Path(draft.by)), self.cfg.n_vocab, ctx)
+            drafter = ModelDrafter(self._drafting(draft.by), self.cfg.n_vocab, ctx)
             try:
                 yield drafter
             finally:
@@ -147,11 +152,13 @@ class Pipeline:
         else:
             yield CallableDrafter(draft.by)
 
-    def _drafting(self, model: Path) -> Pipeline:
-        from .launch import launch
+    def _drafting(self, by: str | PathLike[str]) -> Pipeline:
+        from .launch import launch, model_path
 
+        model = model_path(by)
         with self._loading:
             if model not in self._drafters:
+                ModelDrafter.check(ModelConfig.from_path(model), self.cfg.n_vocab)
                 self._drafters[model] = launch(model, stages=1, backend="local", mtp=False)
             return self._drafters[model]
 
@@ -170,6 +177,7 @@ class Pipeline:
         Raises:
             StageError: the pipeline is closed, or a stage does not answer.
         """
+        self._finish_ending()
         stages = [
             {**stage, "planned_bytes": planned}
             for stage, planned in zip(self.chain.stats(), self._ledger.reserved, strict=True)
@@ -200,24 +208,44 @@ class Pipeline:
         self.close()
 
     def release(self, session: Session) -> None:
-        """Closes a session on every stage and gives its bytes back; cut short, it goes on at the next open or close."""
-        self._sessions.pop(session.id, None)
+        """Closes a session on every stage and gives its bytes back.
+
+        Cut short, or begun by a finalizer in the middle of a step, it goes on at the next open, close or `stats()`.
+        """
         self._ending.add(session.id)
+        self._sessions.pop(session.id, None)
         self._finish_ending()
 
     def _finish_ending(self) -> None:
-        """Closes the sessions whose open or close was cut short, on the stages that hold them, and only then in the ledger."""
+        if self._ending and not (self._gate.mine or self.chain.in_step):
+            self._alone(self._end_all)
+
+    def _alone(self, action: Callable[[], None]) -> None:
+        """Opens and closes are done one at a time: none ends what another is about to open."""
+        try:
+            if not self._gate.acquire(self.step_timeout):
+                raise StageError(f"the pipeline was busy for {self.step_timeout:.0f} s with other threads' opens and closes")
+            action()
+        finally:
+            self._gate.release_if_mine()
+
+    def _end_all(self) -> None:
+        """Closes the sessions that are ending, on the stages that hold them, and only then in the ledger."""
         for number in list(self._ending):
             self.chain.roundtrip(Entry(CLOSE, number, 0, self.chain.epoch), [], self.step_timeout)
             self._ledger.release(number)
             self._ending.discard(number)
 
     def _open(self, session: Session) -> None:
-        self._finish_ending()
+        self._end_all()
         shape = session.shape
         charges = [sum(a.bytes for a in spec.layout(shape)) for spec in self._specs]
-        self._ledger.reserve(session.id, charges)
         self._ending.add(session.id)  # until every stage has said that it is open
+        try:
+            self._ledger.reserve(session.id, charges)
+        except AdmissionError:
+            self._ending.discard(session.id)
+            raise
         entry = Entry(OPEN, session.id, 0, self.chain.epoch)
         reply = self.chain.roundtrip(entry, [], self.step_timeout, {"args": asdict(shape), "bytes": []})
         fault, allocated = reply.fault(0), reply.notes[0]["bytes"]
@@ -225,7 +253,7 @@ class Pipeline:
             self._sessions[session.id] = session
             self._ending.discard(session.id)
             return
-        self._finish_ending()
+        self._end_all()
         if fault is None:
             raise StageError(f"planned {charges} bytes a stage and {allocated} were allocated: this is a bug")
         stage, kind, message = fault

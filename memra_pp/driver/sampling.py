@@ -69,6 +69,7 @@ class Sampler:
     """
 
     def __init__(self, params: SamplingParams | None = None) -> None:
+        require(params is None or isinstance(params, SamplingParams), InputError, "sampling", params, "SamplingParams, or None")
         self.params = SamplingParams(temperature=0.0) if params is None else params
         if self.params.temperature == 0:
             self.want = "argmax"
@@ -146,7 +147,10 @@ def _nucleus(weights: F64, top_p: float) -> F64:
 
 def _checked_float(name: str, value: Any, allowed: str) -> float:
     require(isinstance(value, Real) and not isinstance(value, bool), InputError, name, value, allowed)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
 
 
 def _checked_tuple(name: str, value: Any, allowed: str) -> tuple[Any, ...]:

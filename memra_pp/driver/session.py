@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..cache import DflashTapSink
-from ..errors import InputError, StageError, checked_int, require
+from ..errors import InputError, MemraError, StageError, checked_int, require
 from ..models.protocol import Array
 from ..stage.frames import want_code
 from ..stage.spec import SessionShape
@@ -26,8 +26,6 @@ from .tokens import checked_tokens, chunks
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
-
-log = logging.getLogger(__name__)
 
 LOGITS_CHUNK_BYTES = 64 << 20
 """Logits carried by one frame of a prefill that asks for all of them."""
@@ -101,6 +99,7 @@ class Session:
         self._steps = Steps(pipe, self._books)
         self._next: int | None = None
         self._closed = False
+        self._ended: deque[Slot] = deque()
         self._lock = threading.Lock()
 
     @property
@@ -116,7 +115,8 @@ class Session:
     @property
     def drafts_possible(self) -> int:
         """The most drafts that fit in the next round: its base, the context and the rings allow no more."""
-        return min(self.shape.speculate, self._books.rows_possible() - 1)
+        with self._turn():
+            return max(0, min(self.shape.speculate, self._books.rows_possible() - 1))
 
     def prefill(self, all_logits: bool = False, want: str = "logits") -> Array:
         """Feeds the prompt, in chunks; the answer for its last row, f32 `[n_vocab]`, or for all, `[len(prompt), n_vocab]`.
@@ -176,9 +176,10 @@ class Session:
         lapped, and then no longer restored.
 
         Raises:
-            InputError: nothing has been fed yet.
+            InputError: nothing has been fed yet, or `pin` is not a bool.
             CapacityExceeded: as many are live as the session was opened with.
         """
+        require(isinstance(pin, bool), InputError, "pin", pin, "True or False")
         with self._turn():
             self._require_fed()
             _, slot = self._step_to_snapshot([], snapshot_at=0, pin=pin)
@@ -200,7 +201,9 @@ class Session:
             self._books.rollback(snap.slot_of(self), checked_int(InputError, "accept", accept, 0, sys.maxsize))
             self._next = None
 
-    def round(self, drafts: Iterable[int], sampler: Sampler | None = None, *, next: int | None = None) -> Round:
+    def round(
+        self, drafts: Iterable[int], sampler: Sampler | SamplingParams | None = None, *, next: int | None = None
+    ) -> Round:
         """One draft/verify round, in one traversal: feeds the token sampled last and `drafts` behind it, keeps the drafts that
         `sampler` would have sampled itself, rolls the others back, and samples the token after them.
 
@@ -212,12 +215,13 @@ class Session:
             next: the token to feed first (None: `next` of the round before).
 
         Raises:
-            InputError: a bad token or draft, or no token to feed first; nothing was fed.
+            InputError: a bad token or draft, or no token to feed first: nothing was fed. Or the sampler failed: `next` was
+                fed, and no draft stands.
             CacheError: the rows do not fit, or no snapshot is free for the round; nothing was fed.
             StageError: a stage failed.
         """
         with self._turn():
-            sampler = Sampler(None) if sampler is None else sampler
+            sampler = sampler if isinstance(sampler, Sampler) else Sampler(sampler)
             first = self._next if next is None else next
             if first is None:
                 raise InputError("no token to feed first: pass next=, the one sampled after the rows fed so far")
@@ -252,9 +256,8 @@ class Session:
         self._closed = True
 
     def end_snapshot(self, slot: Slot) -> None:
-        """Ends a snapshot of this session, if it is live."""
-        with self._lock:
-            self._books.end(slot)
+        """Ends a snapshot of this session, if it is live, from any thread: the next call writes it down."""
+        self._ended.append(slot)
 
     def __enter__(self) -> Session:
         return self
@@ -291,13 +294,16 @@ class Session:
         drafts, want, base = tokens[1:], self._code(sampler.want), self.pos + 1
         if not drafts:
             rows = self._step(tokens, logits=1, want=want)
-            accepted, chosen = judge(sampler, rows, drafts, base)
+            accepted, chosen = _judged(sampler, rows, drafts, base)
         else:
             keep = len(drafts) - 1 if self._keeps_states else 0
             rows, slot = self._step_to_snapshot(tokens, logits=len(tokens), want=want, snapshot_at=1, keep=keep)
-            accepted, chosen = judge(sampler, rows, drafts, base)
-            self._books.rollback(slot, accepted)
-            self._books.end(slot)
+            accepted = 0
+            try:
+                accepted, chosen = _judged(sampler, rows, drafts, base)
+            finally:
+                self._books.rollback(slot, accepted)
+                self._books.end(slot)
         self._next = chosen
         self._pipe.count(rounds=1, drafted=len(drafts), accepted=accepted)
         return Round(accepted, chosen, rows)
@@ -309,7 +315,8 @@ class Session:
         return rows, self._books.held(free)
 
     def _step(self, tokens: list[int], **asked: Any) -> Array:
-        self._next = None
+        if tokens:
+            self._next = None
         return self._steps.run(tokens, self.dflash_taps, **asked)
 
     def _check(self, rows: int, chunk: int | None = None) -> None:
@@ -336,6 +343,23 @@ class Session:
         try:
             if self._steps.failed:
                 raise StageError("this session failed or was interrupted in a step before: close it and open another")
+            while self._ended:
+                self._books.end(self._ended.popleft())
             yield
+        except MemraError:
+            raise
+        except BaseException:  # an interrupt: what stands is not known
+            self._steps.failed = True
+            raise
         finally:
             self._lock.release()
+
+
+def _judged(sampler: Sampler, rows: Array, drafts: list[int], position: int) -> tuple[int, int]:
+    """`judge`, with what a sampler of the user's raises as an `InputError`."""
+    try:
+        return judge(sampler, rows, drafts, position)
+    except MemraError:
+        raise
+    except Exception as error:
+        raise InputError(f"the sampler failed ({type(error).__name__}: {error}): no draft of this round stands") from error

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..cache import DflashTapSink
-from ..errors import CacheError, InputError, StageError
+from ..errors import CacheError, InputError, StageError, checked_int, require
 from ..models.protocol import Array
-from ..stage.frames import ARGMAX, LOGITS, RESET, TOPK, Entry, Frame, Note
+from ..stage.frames import ARGMAX, LOGITS, MAX_BODY_BYTES, RESET, TOPK, Entry, Frame, Note
+from ..stage.taps import MAX_TAPS
 from .books import Books, Step
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
+
+MAX_TAP_BYTES = MAX_BODY_BYTES // 4
+"""Taps that one frame carries, beside rows and answers."""
 
 log = logging.getLogger(__name__)
 
@@ -34,20 +39,35 @@ class Steps:
 
         Raises:
             CacheError: they do not fit the context, the rings, what a snapshot pins, or the taps.
-            InputError: the taps are not of this model.
+            InputError: the taps are none of this model, or more than a frame carries.
         """
-        self._books.check(rows, chunk or self._pipe.prefill_chunk)
+        chunk = chunk or self._pipe.prefill_chunk
+        self._books.check(rows, chunk)
+        if taps is not None:
+            self._check_taps(taps, rows, chunk)
+
+    def _check_taps(self, taps: DflashTapSink, rows: int, chunk: int) -> None:
         cfg = self._pipe.cfg
-        if taps is None:
-            return
+        require(isinstance(taps, DflashTapSink), InputError, "dflash_taps", taps, "a DflashTapSink, or None")
+        for il in taps.layer_ids:
+            checked_int(InputError, "a tapped layer", il, 0, cfg.n_trunk - 1)
+        checked_int(InputError, "the base of the taps", taps.base, 0, sys.maxsize)
+        width = len(taps.layer_ids) * cfg.n_embd
+        wanted = taps.hidden == cfg.n_embd and taps.buf.shape == (taps.t, width) and taps.buf.dtype == np.float32
+        if not wanted:
+            raise InputError(
+                f"taps of {len(taps.layer_ids)} layers, hidden={taps.hidden}, in {taps.buf.dtype} {taps.buf.shape}: it "
+                f"must be float32 {(taps.t, width)} for this model, {cfg.n_embd} wide"
+            )
+        most = MAX_TAP_BYTES // (4 * width) if width else rows
+        if len(taps.layer_ids) > MAX_TAPS or min(rows, chunk) > most:
+            raise InputError(
+                f"taps of {len(taps.layer_ids)} layers over steps of {min(rows, chunk)} rows: at most {MAX_TAPS} layers and "
+                f"{most} rows travel; tap fewer layers, or launch with a smaller prefill_chunk"
+            )
         if taps.base + rows > taps.t:
             raise CacheError(
                 f"{rows} rows behind row {taps.base} do not fit in taps of {taps.t}: arm a larger sink, or set its base to 0"
-            )
-        if taps.hidden != cfg.n_embd or not all(0 <= il < cfg.n_trunk for il in taps.layer_ids):
-            raise InputError(
-                f"taps of layers {list(taps.layer_ids)}, {taps.hidden} wide: the model has layers 0 to {cfg.n_trunk - 1}, "
-                f"{cfg.n_embd} wide"
             )
 
     def run(self, tokens: list[int], taps: DflashTapSink | None, **asked: Any) -> Array:
@@ -81,7 +101,7 @@ class Steps:
                 return reply
         note: Note | None = None
         if taps is not None and tokens:
-            note = {"taps": {"layers": list(taps.layer_ids), "rows": len(tokens), "parts": []}}
+            note = {"taps": {"layers": [int(il) for il in taps.layer_ids], "rows": len(tokens), "parts": []}}
         return self._send(books.step(epoch, tokens, **asked), note)
 
     def _send(self, step: Step, note: Note | None) -> Frame:

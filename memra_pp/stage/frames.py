@@ -91,16 +91,12 @@ def want_code(want: str, n_vocab: int) -> int:
     Raises:
         InputError: it is none of these, or more than the vocabulary is wanted.
     """
-    if want in ("logits", "argmax"):
-        return (LOGITS, ARGMAX)[want == "argmax"]
-    n = want.removeprefix("topk:") if isinstance(want, str) else ""
-    require(
-        n != want and n.isdecimal() and 1 <= int(n) <= n_vocab,
-        InputError,
-        "want",
-        want,
-        f"logits, argmax or topk:1 to {n_vocab}",
-    )
+    text = want if isinstance(want, str) else ""
+    if text in ("logits", "argmax"):
+        return (LOGITS, ARGMAX)[text == "argmax"]
+    kind, _, n = text.partition(":")
+    some = kind == "topk" and n.isdecimal() and len(n) < 10 and 1 <= int(n) <= n_vocab
+    require(some, InputError, "want", want, f"logits, argmax or topk:1 to {n_vocab}")
     return ARGMAX + int(n)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from ..errors import LaneError
+from ..errors import FrameError, LaneError
 from .frames import STATS, STOP, Entry, Frame
 from .lanes import Lane
 from .worker import StageWorker
@@ -31,7 +31,11 @@ def serve_frames(worker: StageWorker, up: Lane, down: Lane, stop: threading.Even
             if frame is None:
                 continue
             worker.apply(frame)
-            down.send(frame, SEND_S)
+            try:
+                down.send(frame, SEND_S)
+            except FrameError as error:
+                worker.refuse(frame, error)
+                down.send(frame, SEND_S)
     finally:
         stop.set()
 

@@ -38,14 +38,13 @@ class StageSession:
         Raises:
             CapacityExceeded: the device has not that many bytes.
         """
-        layers = spec.layers
+        layers, name = spec.layers, f"{spec}: session {number}"
         cache = Cache.new_ppn_slice(device, layers.start, layers.stop, spec.cfg, shape.ctx, policy=spec.policy)
         try:
-            slots = [cache.new_snapshot() for _ in range(shape.slots)]
+            return cls(name, shape, cache, [cache.new_snapshot() for _ in range(shape.slots)])
         except BaseException:
             cache.close()
             raise
-        return cls(f"{spec}: session {number}", shape, cache, slots)
 
     def base(self, entry: Entry) -> int | None:
         """The row at which a step's rows begin, after its rollback; None if it names a slot that holds no live snapshot."""

@@ -244,9 +244,10 @@ class StageWorker:
         self.sessions[entry.session] = fresh
 
     def _close(self, number: int) -> None:
-        session = self.sessions.pop(number, None)
+        session = self.sessions.get(number)
         if session is not None:
             session.cache.close()
+            del self.sessions[number]
 
     def _run(self, frame: Frame, steps: list[_Step], x: Array) -> list[Array]:
         """One forward over every admitted step; the rows of the next stage, or the answers on the last, then the taps."""
@@ -257,6 +258,7 @@ class StageWorker:
             shape = (batch.n_logits if self._last else len(x), self._width)
             if y.shape != shape or y.dtype != _F32:
                 raise StageError(f"{self.spec}: the model returned {y.dtype} {y.shape} where float32 {shape} belongs")
+            out = _answers(batch, steps, y) if self._last else [np.ascontiguousarray(y)]
         except Exception as error:
             log.exception("%s: a step failed", self.spec)
             for i, _, session, _, _ in steps:
@@ -267,7 +269,14 @@ class StageWorker:
             session.commit(entry, captures)
             if frame.notes:
                 taps.collect(session, frame.notes.get(i, {}), tapped)
-        return (_answers(batch, steps, y) if self._last else [np.ascontiguousarray(y)]) + tapped
+        return out + tapped
+
+    def refuse(self, frame: Frame, error: MemraError) -> None:
+        """Makes tombstones of all entries of a frame that has been applied and cannot travel on."""
+        for i in range(len(frame.entries)):
+            if frame.fault(i) is None:
+                self._bury(frame, i, error)
+        frame.arrays = []
 
     def _bury(self, frame: Frame, i: int, error: Exception) -> None:
         """Turns an entry into a tombstone: it takes its turn on every stage, and is applied on none."""
@@ -309,7 +318,9 @@ def _answer(rows: Array, want: int) -> Array:
         return rows
     if want == ARGMAX:
         ids: Array = rows.argmax(-1).astype(np.int32)
+        _require_numbers(np.take_along_axis(rows, ids[:, None], 1))
         return ids
+    _require_numbers(rows)
     best = np.empty((len(rows), want - ARGMAX), TOPK)
     for row, out in zip(rows, best, strict=True):
         least = np.partition(row, -len(out))[-len(out)]
@@ -318,3 +329,9 @@ def _answer(rows: Array, want: int) -> Array:
         out["id"] = some[np.lexsort((some, -row[some]))]
         out["logit"] = row[out["id"]]
     return best.view(np.int32)
+
+
+def _require_numbers(logits: Array) -> None:
+    """No choice is made among logits that are not numbers (argmax picks a NaN if there is one)."""
+    if np.isnan(logits).any():
+        raise StageError("the logits hold a NaN, so none is the best: check the model's weights and its numbers")

@@ -346,7 +346,7 @@ class Session:
             while self._ended:
                 self._books.end(self._ended.popleft())
             yield
-        except MemraError:
+        except Exception:
             raise
         except BaseException:  # an interrupt: what stands is not known
             self._steps.failed = True

@@ -92,14 +92,15 @@ class StageSession:
             self.cache.mark_snapshot(snap, entry.base_len + at, pinned)
 
     def _captures(self, entry: Entry) -> Captures:
-        first, user = entry.rows - entry.keep, self.shape.snapshots
-        captures = [(first + i, self.slots[user + i]) for i in range(entry.keep)]
+        captures: list[tuple[int, CacheSnapshot]] = []
         if entry.snapshot:
             snap = self.slots[entry.snapshot - 1]
             if entry.snapshot_at == 0:
                 self.cache.snapshot_into(snap, entry.pin > 0)
             else:
                 captures.append((entry.snapshot_at, snap))
+        first, user = entry.rows - entry.keep, self.shape.snapshots
+        captures += [(first + i, self.slots[user + i]) for i in range(entry.keep)]
         return tuple(sorted(captures, key=lambda capture: capture[0]))
 
     def _require_slots(self, entry: Entry) -> None:

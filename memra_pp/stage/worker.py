@@ -273,9 +273,11 @@ class StageWorker:
 
     def refuse(self, frame: Frame, error: MemraError) -> None:
         """Makes tombstones of all entries of a frame that has been applied and cannot travel on."""
-        for i in range(len(frame.entries)):
+        for i, entry in enumerate(frame.entries):
             if frame.fault(i) is None:
                 self._bury(frame, i, error)
+                if (session := self.sessions.get(entry.session)) is not None and entry.op == STEP:
+                    session.fault, session.broken = frame.fault(i), True
         frame.arrays = []
 
     def _bury(self, frame: Frame, i: int, error: Exception) -> None:

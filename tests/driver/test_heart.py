@@ -225,7 +225,7 @@ def misnoted(notes):
 
     def play(lane, frame):
         packed = msgpack.packb(notes)
-        rest = struct.pack("<3I8q", 1, 0, len(packed), *frame.entries[0]) + packed
+        rest = struct.pack(f"<3I{len(Entry._fields)}q", 1, 0, len(packed), *frame.entries[0]) + packed
         size = PREFIX.size + len(rest)
         with contextlib.suppress(OSError):
             lane._sock.sendall(PREFIX.pack(GENERAL, size + -size % ALIGN, 0, 0, frame.id) + rest + bytes(-size % ALIGN))

@@ -380,8 +380,8 @@ def test_any_steps_do_what_their_fields_say_or_nothing(sequence: list[dict[str, 
         assert (stages.step(seq, base, e.rows, **asked) is None) == bool(good)
         seq += there
         if good:
-            new = [(e.rows - e.keep + i, 2 + i, False) for i in range(e.keep)]
-            new += [(e.snapshot_at, e.snapshot - 1, e.pin > 0)] if e.snapshot else []
+            new = [(e.snapshot_at, e.snapshot - 1, e.pin > 0)] if e.snapshot else []  # first, so that it outlives its equal
+            new += [(e.rows - e.keep + i, 2 + i, False) for i in range(e.keep)]
             taken = [(slot, base + r, pin) for r, slot, pin in sorted(new, key=lambda n: n[0])]
             over = {slot for slot, _, _ in taken}
             live = [m for m in left if not e.drop >> m[0] & 1 and m[0] not in over] + taken

@@ -151,8 +151,10 @@ def run_apart(code: str, tmp: Path, interrupt: bool = False) -> tuple[int, str]:
     process or file, may outlast it."""
     mark = uuid.uuid4().hex
     env = {**os.environ, MARK: mark, "TMPDIR": str(tmp), "PYTHONUNBUFFERED": "1"}
+    # Whoever runs the tests in the background has them inherit that Ctrl-C is ignored.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     child = subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", heeding + code],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -83,7 +83,7 @@ class CachePlan:
             )
         if not self._rings:
             return
-        one = min(replayed + rows, replayed + rows if chunk is None else chunk)
+        one = replayed + rows if chunk is None else min(replayed + rows, chunk)
         pinned = min((m for m in self._live if m.pin), key=lambda m: m.pos, default=None)
         for ring in self._rings:
             if pinned is not None and at + rows - ring.view_start(pinned.pos) > ring.rows:

@@ -57,7 +57,7 @@ def _tokens(pipe: Pipeline, session: Session, most: int, sampler: Sampler, draft
             drafts: list[int] = []
             if drafter is not None:
                 k = min(control.next_k(), session.drafts_possible, most - made - 1)
-                drafts = _drafts(drafter, [*session.tokens, token], k, pipe.cfg.n_vocab)
+                drafts = _drafts(drafter, session, token, k, pipe.cfg.n_vocab)
             drafted = time.perf_counter()
             done = session.round(drafts, sampler, next=token)
             control.record(len(drafts), done.accepted, 1 + len(drafts), time.perf_counter() - drafted, drafted - started)
@@ -67,8 +67,9 @@ def _tokens(pipe: Pipeline, session: Session, most: int, sampler: Sampler, draft
             yield token
 
 
-def _drafts(drafter: Drafter, tokens: list[int], k: int, n_vocab: int) -> list[int]:
-    return checked_drafts(drafter.propose(tokens, k), k, n_vocab) if k > 0 else []
+def _drafts(drafter: Drafter, session: Session, token: int, k: int, n_vocab: int) -> list[int]:
+    """At most `k` drafts behind the session's tokens and `token`. The text is copied for a drafter that is asked only."""
+    return checked_drafts(drafter.propose([*session.tokens, token], k), k, n_vocab) if k > 0 else []
 
 
 class _Ends:

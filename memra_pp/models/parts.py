@@ -60,7 +60,7 @@ class Head:
 
 
 class Forward(ABC):
-    """A `StageModel` but for what a layer computes: `load_layer` and `run_layer` say that.
+    """A `StageModel` but for what a layer and the head compute: `run_layer`, `layer_width` and `load_head` say that.
 
     `layers` are the ones this forward runs. MTP/NextN blocks of the range are left out: a stage keeps their cache only.
     """

@@ -262,8 +262,7 @@ class StageWorker:
         except Exception as error:
             log.exception("%s: a step failed", self.spec)
             for i, _, session, _, _ in steps:
-                self._bury(frame, i, error)
-                session.fault, session.broken = frame.fault(i), True
+                self._break(frame, i, error, session)
             return []
         for i, entry, session, _, captures in steps:
             session.commit(entry, captures)
@@ -274,11 +273,17 @@ class StageWorker:
     def refuse(self, frame: Frame, error: MemraError) -> None:
         """Makes tombstones of all entries of a frame that has been applied and cannot travel on."""
         for i, entry in enumerate(frame.entries):
-            if frame.fault(i) is None:
+            session = self.sessions.get(entry.session) if entry.op == STEP else None
+            if frame.fault(i) is None and session is not None:
+                self._break(frame, i, error, session)
+            elif frame.fault(i) is None:
                 self._bury(frame, i, error)
-                if (session := self.sessions.get(entry.session)) is not None and entry.op == STEP:
-                    session.fault, session.broken = frame.fault(i), True
         frame.arrays = []
+
+    def _break(self, frame: Frame, i: int, error: Exception, session: StageSession) -> None:
+        """Buries a step that may have changed its session: until that is reset, it takes no other."""
+        self._bury(frame, i, error)
+        session.fault, session.broken = frame.fault(i), True
 
     def _bury(self, frame: Frame, i: int, error: Exception) -> None:
         """Turns an entry into a tombstone: it takes its turn on every stage, and is applied on none."""

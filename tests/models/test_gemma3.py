@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from library import assert_logits_and_greedy_tokens
 
 import memra_pp
 import memra_pp.cache
@@ -21,23 +22,7 @@ PAIRS = [("f32", "f32"), ("q8_0", "q5_1"), ("q8_0", "q4_0"), ("fp8", "fp8")]
 
 @pytest.mark.parametrize(("k", "v"), PAIRS)
 def test_logits_and_greedy_tokens_of_the_tiny_model(tiny: Path, k: str, v: str) -> None:
-    golden = np.load(tiny / "golden.npz")
-    ids, greedy = golden["input_ids"].tolist(), golden[f"greedy_{k}_{v}"].tolist()
-    policy = KvPolicy(k=k, v=v, ring="all")
-    with (
-        memra_pp.launch(tiny, stages=3, backend="local", policy=policy) as pipe,
-        pipe.open(ids, max_new_tokens=len(greedy)) as session,
-    ):
-        logits = session.prefill(all_logits=True)
-        error = np.abs(logits - golden[f"logits_{k}_{v}"])
-        mean, most = golden[f"tol_{k}_{v}"]
-        assert error.mean() < mean
-        assert error.max() < most
-        out, last = [], logits[-1]
-        for _ in greedy:
-            out.append(int(last.argmax()))
-            last = session.decode(out[-1])
-    assert out == greedy
+    assert_logits_and_greedy_tokens(tiny, KvPolicy(k=k, v=v, ring="all"))
 
 
 def test_each_layer_of_the_real_weights(gemma: Path, data: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from library import assert_logits_and_greedy_tokens
 from numpy.typing import NDArray
 
 import memra_pp
@@ -232,22 +233,7 @@ def all_logits(model: Path, ids: list[int], **options: Any) -> F32:
 
 @pytest.mark.parametrize(("k", "v"), PAIRS)
 def test_logits_and_greedy_tokens_of_the_library(hybrid: Path, k: str, v: str) -> None:
-    golden = np.load(hybrid / "golden.npz")
-    ids, greedy = golden["input_ids"].tolist(), golden[f"greedy_{k}_{v}"].tolist()
-    with (
-        memra_pp.launch(hybrid, stages=3, backend="local", policy=KvPolicy(k=k, v=v)) as pipe,
-        pipe.open(ids, max_new_tokens=len(greedy)) as session,
-    ):
-        logits = session.prefill(all_logits=True)
-        error = np.abs(logits - golden[f"logits_{k}_{v}"])
-        mean, most = golden[f"tol_{k}_{v}"]
-        assert error.mean() < mean
-        assert error.max() < most
-        out, last = [], logits[-1]
-        for _ in greedy:
-            out.append(int(last.argmax()))
-            last = session.decode(out[-1])
-    assert out == greedy
+    assert_logits_and_greedy_tokens(hybrid, KvPolicy(k=k, v=v))
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -38,7 +38,14 @@ class CapacityExceeded(CacheError):
 
 
 class AdmissionError(MemraError):
-    """A request that some stage's device cannot hold; nothing was reserved."""
+    """A request that some stage's device cannot hold; nothing was reserved.
+
+    `verdict` is admission's, where it gave one: it names the stage that binds, the bytes it is short by, and when to try again.
+    """
+
+    def __init__(self, message: str, verdict: Any = None) -> None:
+        super().__init__(message)
+        self.verdict = verdict
 
 
 class StageError(MemraError):

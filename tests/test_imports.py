@@ -73,6 +73,13 @@ def far_from_home(module: str, names: Iterator[str]) -> list[str]:
     return [name for name in names if not allowed(name)]
 
 
+def loaded_by(program: str) -> set[str]:
+    """The packages that a process has loaded when it has run `program`."""
+    ended = f"{program}; print(*{{name.split('.')[0] for name in sys.modules}})"
+    run = subprocess.run([sys.executable, "-c", f"import sys; {ended}"], capture_output=True, text=True, check=True)
+    return set(run.stdout.splitlines()[-1].split())
+
+
 def test_every_module_is_in_a_known_layer():
     assert {Path(module).parts[0].removesuffix(".py") for module in MODULES} - {"__init__"} <= set(LEVEL)
 
@@ -100,12 +107,22 @@ def test_cupy_is_imported_lazily():
         assert not [name for name in imports(module, ast.unparse(top)) if name.split(".")[0] == "cupy"], module
 
 
-@pytest.mark.parametrize("part", ["config", "cache", "admission"])
+@pytest.mark.parametrize("part", ["config", "cache", "admission", "cli"])
 def test_planning_loads_nothing_heavy(part):
-    program = f"import sys, memra_pp.{part}; print(*sorted({{name.split('.')[0] for name in sys.modules}}))"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    loaded = run.stdout.split()
-    assert "memra_pp" in loaded and not set(HEAVY) & set(loaded)
+    loaded = loaded_by(f"import memra_pp.{part}")
+    assert "memra_pp" in loaded and not set(HEAVY) & loaded
+
+
+@pytest.mark.parametrize("options", ["", "--json"])
+def test_the_plan_command_loads_nothing_heavy(data, options):
+    argv = ["plan", str(data / "configs" / "qwen3_5-27b.json"), "--devices", "2x80GiB", "--ctx", "4096", *options.split()]
+    loaded = loaded_by(f"import memra_pp.cli; assert memra_pp.cli.main({argv}) == 0")
+    assert "memra_pp" in loaded and not set(HEAVY) & loaded
+
+
+def test_help_loads_nothing_heavy():
+    loaded = loaded_by("import memra_pp.cli\ntry: memra_pp.cli.main(['--help'])\nexcept SystemExit: pass\npass")
+    assert "memra_pp" in loaded and not set(HEAVY) & loaded
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,35 @@
-"""Who may open a session: bytes per stage, known beforehand. Pure arithmetic."""
+"""Who may open a session: bytes per stage and device, known beforehand. Pure arithmetic."""
 
-from .ledger import Ledger
-from .shape import session_ctx
+from .admission import Admission, Request, Ticket
+from .arena import Arena
+from .balance import best_fence
+from .cost import CostModel
+from .ledger import Device, Ledger, Shortage, pooled
+from .planner import CutPlan, Plan, StagePlan, plan
+from .shape import MAX_SNAPSHOTS, SessionShape, checked_recurrent, session_ctx
+from .verdicts import Admit, Defer, Refuse, Verdict
 
-__all__ = ["Ledger", "session_ctx"]
+__all__ = [
+    "MAX_SNAPSHOTS",
+    "Admission",
+    "Admit",
+    "Arena",
+    "CostModel",
+    "CutPlan",
+    "Defer",
+    "Device",
+    "Ledger",
+    "Plan",
+    "Refuse",
+    "Request",
+    "SessionShape",
+    "Shortage",
+    "StagePlan",
+    "Ticket",
+    "Verdict",
+    "best_fence",
+    "checked_recurrent",
+    "plan",
+    "pooled",
+    "session_ctx",
+]

@@ -27,6 +27,7 @@ from .sizing import (
     cache_ring_row_cap,
     cache_snapshot_bytes_for_layers,
     cache_states_bytes_for_layers,
+    slab_bytes,
     slice_layout,
     stage_layout,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "kv_blk_bytes",
     "kv_cache_formats",
     "kv_fp8_on",
+    "slab_bytes",
     "slice_layout",
     "stage_layers",
     "stage_layout",

@@ -110,11 +110,13 @@ class KvPolicy:
         """The `(k, v)` block formats of an attention layer."""
         if "f32" in (self.k, self.v):
             return self.k, self.v
-        door = {
-            "ordinary": self.fp8_ordinary,
-            "gemma4_global": self.fp8_gemma4_global,
-            "gemma4_window": self.fp8_gemma4_window,
-        }[plan.kv_class]
+        match plan.kv_class:
+            case "ordinary":
+                door = self.fp8_ordinary
+            case "gemma4_global":
+                door = self.fp8_gemma4_global
+            case "gemma4_window":
+                door = self.fp8_gemma4_window
         return ("fp8", "fp8") if door else (self.k, self.v)
 
     def ringed(self, plan: KvPlan) -> bool:

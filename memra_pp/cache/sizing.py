@@ -6,9 +6,8 @@ charged and what is allocated cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple
 
 from ..config import KvPlan, LayerPlan, ModelConfig, RecurrentPlan
 from ..config.fence import stage_layers
@@ -25,8 +24,11 @@ TAIL_PAD = 8
 """Bytes behind the last row of a plane, so that a kernel may read whole words."""
 
 
-@dataclass(frozen=True)
-class Allocation:
+SLAB_ALIGN = 256
+"""Bytes that each buffer of a slab is rounded up to: the alignment of CUDA's own allocations, four cache lines."""
+
+
+class Allocation(NamedTuple):
     """One buffer: its name, the layer it belongs to, and its size in elements of `dtype`."""
 
     name: str
@@ -40,8 +42,7 @@ class Allocation:
         return self.elements * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
-class KvLayout:
+class KvLayout(NamedTuple):
     """An attention layer's planes: formats, bytes a token, and rows, which a ring bounds when `ring_window` is set."""
 
     k_fmt: str
@@ -60,15 +61,11 @@ class KvLayout:
 def kv_layout(plan: KvPlan, max_ctx: int, policy: KvPolicy) -> KvLayout:
     """The planes of an attention layer for a context of `max_ctx` tokens."""
     k_fmt, v_fmt = policy.formats(plan)
-    ringed = policy.ringed(plan)
-    return KvLayout(
-        k_fmt=k_fmt,
-        v_fmt=v_fmt,
-        k_tok_bytes=plan.kv_dim_k // BLOCK * BLOCK_BYTES[k_fmt],
-        v_tok_bytes=plan.kv_dim_v // BLOCK * BLOCK_BYTES[v_fmt],
-        rows=swa_ring_rows(plan.window, max_ctx) if ringed and plan.window else max_ctx,
-        ring_window=plan.window if ringed else None,
-    )
+    k_tok_bytes = plan.kv_dim_k // BLOCK * BLOCK_BYTES[k_fmt]
+    v_tok_bytes = plan.kv_dim_v // BLOCK * BLOCK_BYTES[v_fmt]
+    window = plan.window if policy.ringed(plan) else None
+    rows = max_ctx if window is None else swa_ring_rows(window, max_ctx)
+    return KvLayout(k_fmt, v_fmt, k_tok_bytes, v_tok_bytes, rows, window)
 
 
 def layer_layout(plan: LayerPlan, layer: int, max_ctx: int, policy: KvPolicy) -> list[Allocation]:
@@ -108,6 +105,16 @@ def slice_layout(
     policy = resolved(policy)
     cache = [a for il, plan in _plans(cfg, layers) for a in layer_layout(plan, il, checked_ctx(max_ctx), policy)]
     return cache + [a for _ in range(state_copies) for il, plan in _plans(cfg, layers) for a in snapshot_layout(plan, il)]
+
+
+def round_up(n: int, unit: int) -> int:
+    """`n`, rounded up to a multiple of `unit`."""
+    return -(-n // unit) * unit
+
+
+def slab_bytes(layout: Iterable[Allocation], granularity: int = 1) -> int:
+    """Bytes of the one slab that holds a layout's buffers, each rounded up to `SLAB_ALIGN`, in whole units of a device."""
+    return round_up(sum([round_up(a.bytes, SLAB_ALIGN) for a in layout]), granularity)
 
 
 def state_copies(snapshots: int, recurrent: Recurrent, speculate: int) -> int:

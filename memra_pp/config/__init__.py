@@ -2,6 +2,7 @@
 
 from .fence import Fence, check_fence, even_fence, fence_from_cuts, fence_from_env, stage_layers
 from .model import KvPlan, LayerPlan, ModelConfig, RecurrentPlan, SharedKvPlan
+from .weight_bytes import WeightBytes, estimate_weight_bytes, read_weight_bytes
 
 __all__ = [
     "Fence",
@@ -10,9 +11,12 @@ __all__ = [
     "ModelConfig",
     "RecurrentPlan",
     "SharedKvPlan",
+    "WeightBytes",
     "check_fence",
+    "estimate_weight_bytes",
     "even_fence",
     "fence_from_cuts",
     "fence_from_env",
+    "read_weight_bytes",
     "stage_layers",
 ]

@@ -25,6 +25,27 @@ def even_fence(cfg: ModelConfig, stages: int) -> Fence:
     return check_fence(cfg, [s * cfg.n_trunk // stages for s in range(stages + 1)])
 
 
+def nearest_even_fence(cfg: ModelConfig, stages: int) -> Fence:
+    """`even_fence`, its cuts moved as little as shared K/V asks.
+
+    Raises:
+        ConfigError: the model cannot be cut into so many stages.
+    """
+    allowed = valid_cuts(cfg)
+    if type(stages) is not int or not 1 <= stages <= len(allowed) + 1:
+        raise ConfigError(
+            f"stages={show(stages)}: choose from 1 to {len(allowed) + 1}, as there are {len(allowed)} places to cut this model"
+        )
+    return (0, *_nearest([s * cfg.n_trunk // stages for s in range(1, stages)], allowed), cfg.n_trunk)
+
+
+def valid_cuts(cfg: ModelConfig) -> list[int]:
+    """Every layer that a stage after the first may begin with: between trunk layers, where no shared K/V are parted."""
+    shared = [(plan.source, il) for il, plan in enumerate(cfg.layers) if isinstance(plan, SharedKvPlan)]
+    parted = {cut for source, il in shared for cut in range(source + 1, il + 1)}
+    return [cut for cut in range(1, cfg.n_trunk) if cut not in parted]
+
+
 def fence_from_cuts(cfg: ModelConfig, cuts: Iterable[int]) -> Fence:
     """The fence with these cuts: each is the first layer of a stage, from 1 to `n_trunk - 1`, rising.
 
@@ -112,7 +133,7 @@ def _parted_by(cfg: ModelConfig, cut: int) -> tuple[int, int] | None:
 
 
 def _advice(cfg: ModelConfig, fence: Fence) -> str:
-    allowed = [cut for cut in range(1, cfg.n_trunk) if _parted_by(cfg, cut) is None]
+    allowed = valid_cuts(cfg)
     if len(allowed) < len(fence) - 2:
         return f"this model can be cut into at most {len(allowed) + 1} stages"
     return f"the nearest valid fence is {[0, *_nearest(fence[1:-1], allowed), cfg.n_trunk]}"

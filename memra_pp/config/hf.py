@@ -17,7 +17,10 @@ from .model import ModelConfig
 MAX_BYTES = 64 << 20
 """A larger `config.json` is not one."""
 
-_OUTER_KEYS = ("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings")
+_OUTER_KEYS = (
+    *("eos_token_id", "bos_token_id", "pad_token_id", "tie_word_embeddings"),
+    *("quantization_config", "dtype", "torch_dtype"),
+)
 """Keys that a wrapped config may keep outside its `text_config`, which goes first."""
 
 _UNSIZED = {

@@ -10,11 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from ..admission import SessionShape
 from ..cache import CachePlan, KvPolicy, SnapshotMark
 from ..config import ModelConfig
 from ..errors import CacheError, CapacityExceeded
 from ..stage.frames import LOGITS, STEP, Entry
-from ..stage.spec import SessionShape
 
 
 @dataclass(eq=False)

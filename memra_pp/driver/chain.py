@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..admission import Device, pooled
 from ..errors import StageError
 from ..models.protocol import Array
 from ..stage.frames import Entry, Frame, Note
@@ -22,10 +23,14 @@ CLOSE_S = 60.0
 
 
 class Chain(ABC):
-    """The stages in order. One frame travels at a time."""
+    """The stages in order. One frame travels at a time.
 
-    def __init__(self, budgets: Sequence[int]) -> None:
-        self.budgets = tuple(budgets)
+    `devices` are what the stages run on, and `homes` the device of each: `shares` are the stages' parts of them.
+    """
+
+    def __init__(self, shares: Sequence[Device]) -> None:
+        self.devices, self.homes = pooled(shares)
+        self.stages = len(shares)
         self.epoch = 1
         self.traversals = 0
         self._closed = False
@@ -78,8 +83,10 @@ class LocalChain(Chain):
     """Stages in the caller's process, applied one after another."""
 
     def __init__(self, workers: Sequence[StageWorker]) -> None:
-        super().__init__([worker.settle_budget() for worker in workers])
+        super().__init__([worker.share() for worker in workers])
         self._workers = list(workers)
+        for worker, home in zip(workers, self.homes, strict=True):
+            worker.reserve(self.devices[home].budget)
 
     @property
     def failed(self) -> bool:

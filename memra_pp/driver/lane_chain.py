@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..admission import Device
 from ..errors import FrameError, InputError, LaneError, StageError
 from ..stage.frames import STATS, Frame
 from ..stage.lanes import Lane
@@ -34,14 +35,14 @@ class LaneChain(Chain):
     def __init__(
         self,
         specs: Sequence[StageSpec],
-        budgets: Sequence[int],
+        shares: Sequence[Device],
         out: Lane,
         back: Lane,
         control: Sequence[Lane],
         autopsy: Callable[[], str | None],
         on_close: Callable[[], None],
     ) -> None:
-        super().__init__(budgets)
+        super().__init__(shares)
         self._specs = list(specs)
         self._out, self._back = out, back
         self._autopsy, self._on_close = autopsy, on_close

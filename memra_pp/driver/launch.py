@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Literal
 
+from ..admission import Admission, CostModel, Ledger
 from ..cache import PRIME_CHUNK_MAX_TOKENS, KvPolicy
 from ..cache.formats import resolved
 from ..config import ModelConfig
@@ -22,6 +24,8 @@ from .chain import Chain, LocalChain, Progress
 from .pipeline import Pipeline
 
 STEP_S = 300.0
+DEFAULT_MAX_NEW_TOKENS = 512
+MAX_BYPASS = 1 << 20
 MAX_STEP_S = 86400.0
 PREFILL_CHUNK = 512
 Backend = Literal["ray", "local"]
@@ -32,12 +36,16 @@ def launch(
     *,
     stages: int | None = None,
     cuts: Sequence[int] | None = None,
+    devices: str | Sequence[str] = "auto",
     backend: Backend = "ray",
     policy: KvPolicy | None = None,
     mtp: bool = True,
     max_ctx: int | None = None,
     threads: int | None = None,
     budget_bytes: int | Sequence[int] | None = None,
+    default_max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+    bypass: int = 0,
+    tenant_share: float | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     step_timeout: float = STEP_S,
     stage_model: type[StageModel] | None = None,
@@ -49,12 +57,18 @@ def launch(
         model: a GGUF file, or a directory with `config.json` and `*.safetensors`.
         stages: number of stages, cut evenly; `cuts` names the first layer of every stage after the first instead. With
             neither, `MEMRA_PP_STAGES`, `MEMRA_PP_SPLITS` or `MEMRA_PP_SPLIT`, else one stage.
+        devices: `auto` (a device a stage), or a name a stage, `cpu` or `cpu:N`; stages that name the same one share its bytes.
+            With neither, `MEMRA_PP_DEVICES`, names separated by commas.
         backend: `ray` (one actor a stage) or `local` (all stages in this process).
         policy: K/V formats and ring switch (default: from the environment, once, here).
         mtp: keep cache for MTP/NextN blocks, on the last stage.
         max_ctx: longest context of a session, in tokens (default and limit: the model's own).
         threads: kernel threads a stage (default: the machine's cores shared among the stages).
-        budget_bytes: bytes a stage's caches may take, one number or one a stage (default: what is free after loading).
+        budget_bytes: bytes a stage's caches may take, one number or one a stage (default: what is free after loading, shared
+            among the stages); a device that stages share has their sum.
+        default_max_new_tokens: what a session is charged for that does not say how many tokens it wants.
+        bypass: how many later sessions may be opened before one that waits for bytes (0: strictly first come, first served).
+        tenant_share: the part of every device that one tenant's sessions may hold, above 0 and up to 1 (default: no cap).
         prefill_chunk: most rows in one step.
         step_timeout: seconds after which a step that has not come back is an error.
         stage_model: your own `StageModel` class (default: the reference forward of the model's architecture).
@@ -74,6 +88,11 @@ def launch(
     prefill_chunk = checked_int(ConfigError, "prefill_chunk", prefill_chunk, 1, PRIME_CHUNK_MAX_TOKENS)
     max_ctx = checked_int(ConfigError, "max_ctx", cfg.max_ctx if max_ctx is None else max_ctx, 1, cfg.max_ctx)
     threads = checked_int(ConfigError, "threads", max(1, (os.cpu_count() or 1) // n) if threads is None else threads, 1, 256)
+    most = default_max_new_tokens
+    default_max_new_tokens = checked_int(ConfigError, "default_max_new_tokens", most, 1, sys.maxsize)
+    bypass = checked_int(ConfigError, "bypass", bypass, 0, MAX_BYPASS)
+    shared = tenant_share is None or (isinstance(tenant_share, (int, float)) and 0 < tenant_share <= 1)
+    require(shared, ConfigError, "tenant_share", tenant_share, "None, or a number above 0 and up to 1")
     timed = isinstance(step_timeout, (int, float)) and 0 < step_timeout <= MAX_STEP_S
     require(timed, ConfigError, "step_timeout", step_timeout, f"more than 0 and at most {MAX_STEP_S} seconds")
     specs = [
@@ -85,14 +104,17 @@ def launch(
             policy=policy,
             threads=threads,
             max_rows=prefill_chunk,
+            device=device,
             share=n,
             budget_bytes=budget,
         )
-        for s, budget in enumerate(_budgets(budget_bytes, n))
+        for s, (device, budget) in enumerate(zip(_device_names(devices, n), _budgets(budget_bytes, n), strict=True))
     ]
     chosen = stage_model_for(cfg) if stage_model is None else stage_model
     chain = _chain(backend, specs, chosen, progress or (lambda text, done, of: None))
-    return Pipeline(path, specs, chain, max_ctx, prefill_chunk, step_timeout)
+    cost = CostModel(cfg, fence, policy, [chain.devices[home].granularity for home in chain.homes])
+    admission = Admission(Ledger(chain.devices, chain.homes), cost, max_ctx, bypass=bypass, tenant_share=tenant_share)
+    return Pipeline(path, specs, chain, admission, default_max_new_tokens, prefill_chunk, step_timeout)
 
 
 def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progress: Progress) -> Chain:
@@ -151,6 +173,22 @@ def model_path(model: str | PathLike[str]) -> Path:
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"model={model!r:.80} is not a path ({error})") from error
     raise ConfigError(f"no such model: {path}; pass a GGUF file or a directory with config.json and *.safetensors")
+
+
+def _device_names(devices: str | Sequence[str], stages: int) -> list[str]:
+    """The device of every stage."""
+    if isinstance(devices, str):
+        require(devices == "auto", ConfigError, "devices", devices, "auto, or a list of names, one a stage")
+        listed = os.environ.get("MEMRA_PP_DEVICES", "").strip()
+        if not listed:
+            return [f"cpu:{s}" for s in range(stages)]
+        devices = [name.strip() for name in listed.split(",")]
+    names = list(devices)
+    require(len(names) == stages, ConfigError, "devices", names, f"{stages} names, one a stage")
+    for name in names:
+        known = isinstance(name, str) and re.fullmatch(r"cpu(:\d{1,4})?", name) is not None
+        require(known, ConfigError, "a device", name, "cpu or cpu:N; this build runs on the CPU only")
+    return names
 
 
 def _budgets(budget_bytes: int | Sequence[int] | None, stages: int) -> list[int | None]:

@@ -20,6 +20,7 @@ import ray
 from ray._private import ray_constants
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
+from ..admission import pooled
 from ..errors import ConfigError, LaneError, MemraError, StageError
 from ..models.protocol import StageModel
 from ..stage.actor import StageActor, node_ip
@@ -204,14 +205,17 @@ class _Launch:
         self._listener = Listener(self._address("driver"), self._key)
         downstream = [*addresses[1:], self._listener.address]
         peers = [*map(str, self._specs[1:]), "the driver"]
-        budgets = self._each([a.wire.remote(d, p) for a, d, p in zip(self._actors, downstream, peers, strict=True)], WIRE_S)
+        shares = self._each([a.wire.remote(d, p) for a, d, p in zip(self._actors, downstream, peers, strict=True)], WIRE_S)
+        devices, homes = pooled(shares)
+        self._require_together(homes)
+        self._each([a.reserve.remote(devices[home].budget) for a, home in zip(self._actors, homes, strict=True)], WIRE_S)
         self._serving = [actor.serve.remote() for actor in self._actors]
         names = [str(spec) for spec in self._specs]
         out = self._lane(addresses[0], "frames", names[0])
         control = [self._lane(a, "control", name) for a, name in zip(addresses, names, strict=True)]
         back = self._listener.accept("frames", WIRE_S)
         self._lanes.append(back)
-        return LaneChain(self._specs, budgets, out, back, control, self.autopsy, self.close)
+        return LaneChain(self._specs, shares, out, back, control, self.autopsy, self.close)
 
     def autopsy(self) -> str | None:
         """Which stage's serving ended, and why: the first that did not merely lose its neighbour."""
@@ -307,6 +311,16 @@ class _Launch:
         if all(w["node"] == here for w in self._where):
             return f"unix:{self._dir}/{name}"
         return f"tcp:{where['ip'] if where else node_ip()}:0"
+
+    def _require_together(self, homes: Sequence[int]) -> None:
+        """Stages that share a device's memory are on one node."""
+        for stage, home in enumerate(homes):
+            first = homes.index(home)
+            if self._where[stage]["node"] != self._where[first]["node"]:
+                raise ConfigError(
+                    f"stages {first} and {stage} are to share device {self._specs[stage].device}, and Ray has placed them on "
+                    "two nodes: name a device for each, or use one node"
+                )
 
     def _lane(self, address: str, role: str, peer: str) -> Lane:
         lane = connect(address, role, self._key, WIRE_S, peer)

@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any
 
-from ..admission import Ledger, session_ctx
+from ..admission import MAX_SNAPSHOTS, Admission, Request, SessionShape, checked_recurrent, session_ctx
 from ..cache.sizing import Recurrent
 from ..config import KvPlan, ModelConfig
-from ..errors import AdmissionError, InputError, StageError, checked_int, require
+from ..errors import InputError, checked_int, require
 from ..models.tokenizer import Tokenizer, load_tokenizer
-from ..stage.frames import CLOSE, MAX_BODY_BYTES, OPEN, TOPK, Entry
-from ..stage.spec import MAX_SNAPSHOTS, SessionShape, StageSpec
+from ..stage.frames import MAX_BODY_BYTES, TOPK
+from ..stage.spec import StageSpec
 from .chain import Chain
+from .door import Door
 from .drafters import CallableDrafter, Draft, Drafter, NgramDrafter
-from .locks import OwnedLock
 from .model_drafter import ModelDrafter
+from .opener import Opener
 from .sampling import SamplingParams
 from .session import Session
 from .tokens import checked_prompt
 
+MAX_WAIT_S = 86400.0
+MAX_TENANT = 256
 MAX_NEW_TOKENS = 1 << 40
 
 
@@ -39,24 +42,24 @@ class Pipeline:
         model: Path,
         specs: Sequence[StageSpec],
         chain: Chain,
-        max_ctx: int,
+        admission: Admission,
+        default_max_new_tokens: int,
         prefill_chunk: int,
         step_timeout: float,
     ) -> None:
         self.cfg = specs[0].cfg
         self.fence = specs[0].fence
         self.policy = specs[0].policy
-        self.max_ctx = max_ctx
+        self.max_ctx = admission.limit
+        self.default_max_new_tokens = default_max_new_tokens
         self.prefill_chunk = prefill_chunk
         self.step_timeout = step_timeout
         self.chain = chain
         self._model = model
-        self._specs = list(specs)
-        self._ledger = Ledger(chain.budgets)
+        self._door = Door(admission)
+        self._opener = Opener(chain, self._door, step_timeout)
         self._ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
-        self._ending: set[int] = set()
-        self._gate = OwnedLock()
         self._drafters: dict[Path, Pipeline] = {}
         self._counters = dict.fromkeys(("rounds", "drafted", "accepted", "rebuilds"), 0)
         self._counting, self._loading = threading.Lock(), threading.Lock()
@@ -74,44 +77,55 @@ class Pipeline:
         self,
         prompt: Iterable[int],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         speculate: int = 0,
         recurrent: Recurrent = "replay",
         snapshots: int = 1,
+        timeout: float | None = None,
+        tenant: str = "",
     ) -> Session:
         """Opens a session for a prompt of token ids: every stage allocates its share, or none does.
 
         Args:
             prompt: token ids, at least one.
-            max_new_tokens: rows to allow for after the prompt; the context is clamped to `max_ctx`.
+            max_new_tokens: rows to allow for after the prompt (None: the pipeline's default); the context is clamped to
+                `max_ctx`.
             speculate: most drafts of a round; a `verify` takes one token more.
             recurrent: how a rollback finds recurrent state: `replay` or `states`.
             snapshots: most live snapshots at a time.
+            timeout: seconds to wait for bytes that others hold, first come, first served (None: not at all).
+            tenant: whose session it is, where `launch` caps what one tenant may hold.
 
         Raises:
             InputError: a bad prompt or argument, or a prompt longer than the context.
-            AdmissionError: a stage's device cannot hold its share; the message names it and the bytes.
+            AdmissionError: a stage's device cannot hold its share, or not in time; the message names it and the bytes, and
+                `verdict` says whether and when to try again.
             StageError: a stage failed.
         """
-        tokens = checked_prompt(prompt, self.cfg.n_vocab, self.max_ctx)
-        most = min(self.prefill_chunk, MAX_BODY_BYTES // (TOPK.itemsize * self.cfg.n_vocab)) - 1
-        max_new_tokens = checked_int(InputError, "max_new_tokens", max_new_tokens, 0, MAX_NEW_TOKENS)
-        speculate = checked_int(InputError, "speculate", speculate, 0, most)
-        snapshots = checked_int(InputError, "snapshots", snapshots, 0, MAX_SNAPSHOTS)
-        known = isinstance(recurrent, str) and recurrent in get_args(Recurrent)
-        require(known, InputError, "recurrent", recurrent, "replay or states")
-        ctx = session_ctx(len(tokens), max_new_tokens, speculate, self.max_ctx)
-        session = Session(self, next(self._ids), tokens, SessionShape(ctx, snapshots, recurrent, speculate))
-        if self._gate.mine or self.chain.in_step:
-            raise StageError("a session was opened in the middle of a step of this thread, by a signal handler or a finalizer")
-        self._alone(lambda: self._open(session))
+        session, request, wait_s = self._asked(prompt, max_new_tokens, speculate, recurrent, snapshots, timeout, tenant)
+        self._opener.open(request, wait_s)
+        self._sessions[session.id] = session
+        return session
+
+    async def open_async(self, prompt: Iterable[int], **asked: Any) -> Session:
+        """`open`, and what it takes, for a task: it waits without a thread, and one that is cancelled leaves the queue."""
+        session, request, wait_s = self._asked(prompt, **asked)
+        admit = await self._opener.admit_async(request, wait_s)
+        opening = asyncio.ensure_future(asyncio.to_thread(self._opener.open_admitted, request, admit))
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            await asyncio.wait([opening])
+            await asyncio.to_thread(self._opener.close, session.id)
+            raise
+        self._sessions[session.id] = session
         return session
 
     def generate(
         self,
         prompt: Iterable[int],
         *,
-        max_new_tokens: int,
+        max_new_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         draft: Draft | None = None,
     ) -> Iterator[int]:
@@ -120,7 +134,7 @@ class Pipeline:
 
         Args:
             prompt: token ids, at least one.
-            max_new_tokens: most tokens to give out.
+            max_new_tokens: most tokens to give out (None: the pipeline's default).
             sampling: how tokens are picked (None: greedily).
             draft: how to speculate (None: not at all). It changes the time a text takes, never the text.
 
@@ -129,8 +143,9 @@ class Pipeline:
                 first token is asked for.
         """
         asked: dict[str, Any] = {"speculate": draft.k, "recurrent": draft.recurrent} if isinstance(draft, Draft) else {}
-        with self.open(prompt, max_new_tokens=max_new_tokens, **asked) as session:
-            yield from session.generate(max_new_tokens, sampling, draft)
+        most = self.default_max_new_tokens if max_new_tokens is None else max_new_tokens
+        with self.open(prompt, max_new_tokens=most, **asked) as session:
+            yield from session.generate(most, sampling, draft)
 
     @contextlib.contextmanager
     def drafter(self, draft: Draft, ctx: int) -> Iterator[Drafter]:
@@ -169,19 +184,21 @@ class Pipeline:
                 self._counters[name] += value
 
     def stats(self) -> dict[str, Any]:
-        """What the pipeline and each stage have done, and the bytes planned for the live sessions beside those allocated.
+        """What the pipeline and each stage have done, and the bytes of every device.
 
         `traversals` counts frames through the chain, of which `rounds` were rounds, with `drafted` drafts and `accepted` of
-        them; `rebuilds` counts sessions whose tokens were replayed because a stage's device had failed.
+        them; `rebuilds` counts sessions whose tokens were replayed because a stage's device had failed. `devices` has each
+        one's budget, what is reserved, allocated, learned and free of it, and the largest free block, in bytes; `admission`
+        counts verdicts and those who wait.
 
         Raises:
             StageError: the pipeline is closed, or a stage does not answer.
         """
-        self._finish_ending()
-        stages = [
-            {**stage, "planned_bytes": planned}
-            for stage, planned in zip(self.chain.stats(), self._ledger.reserved, strict=True)
-        ]
+        self._opener.finish()
+        stages, books = self.chain.stats(), self._door.stats()
+        for device in books["devices"]:
+            device["allocated_bytes"] = sum(stages[s]["allocated_bytes"] for s in device["stages"])
+        planned = self._opener.held
         return {
             "fence": list(self.fence),
             "kv": list(dict.fromkeys("/".join(self.policy.formats(p)) for p in self.cfg.layers if isinstance(p, KvPlan))),
@@ -189,11 +206,13 @@ class Pipeline:
             "sessions": len(self._sessions),
             "traversals": self.chain.traversals,
             **self._counters,
-            "stages": stages,
+            "stages": [{**stage, "planned_bytes": n} for stage, n in zip(stages, planned, strict=True)],
+            **books,
         }
 
     def close(self) -> None:
         """Ends every session and stage; closing twice is fine."""
+        self._door.close()
         for session in list(self._sessions.values()):
             session.abandon()
         self._sessions.clear()
@@ -208,53 +227,32 @@ class Pipeline:
         self.close()
 
     def release(self, session: Session) -> None:
-        """Closes a session on every stage and gives its bytes back.
-
-        Cut short, or begun by a finalizer in the middle of a step, it goes on at the next open, close or `stats()`.
-        """
-        self._ending.add(session.id)
+        """Closes a session on every stage and gives its bytes back."""
         self._sessions.pop(session.id, None)
-        self._finish_ending()
+        self._opener.close(session.id)
 
-    def _finish_ending(self) -> None:
-        if self._ending and not (self._gate.mine or self.chain.in_step):
-            self._alone(self._end_all)
-
-    def _alone(self, action: Callable[[], None]) -> None:
-        """Opens and closes are done one at a time: none ends what another is about to open."""
-        try:
-            if not self._gate.acquire(self.step_timeout):
-                raise StageError(f"the pipeline was busy for {self.step_timeout:.0f} s with other threads' opens and closes")
-            action()
-        finally:
-            self._gate.release_if_mine()
-
-    def _end_all(self) -> None:
-        """Closes the sessions that are ending, on the stages that hold them, and only then in the ledger."""
-        for number in list(self._ending):
-            self.chain.roundtrip(Entry(CLOSE, number, 0, self.chain.epoch), [], self.step_timeout)
-            self._ledger.release(number)
-            self._ending.discard(number)
-
-    def _open(self, session: Session) -> None:
-        self._end_all()
-        shape = session.shape
-        charges = [sum(a.bytes for a in spec.layout(shape)) for spec in self._specs]
-        self._ending.add(session.id)  # until every stage has said that it is open
-        try:
-            self._ledger.reserve(session.id, charges)
-        except AdmissionError:
-            self._ending.discard(session.id)
-            raise
-        entry = Entry(OPEN, session.id, 0, self.chain.epoch)
-        reply = self.chain.roundtrip(entry, [], self.step_timeout, {"args": asdict(shape), "bytes": []})
-        fault, allocated = reply.fault(0), reply.notes[0]["bytes"]
-        if fault is None and allocated == charges:
-            self._sessions[session.id] = session
-            self._ending.discard(session.id)
-            return
-        self._end_all()
-        if fault is None:
-            raise StageError(f"planned {charges} bytes a stage and {allocated} were allocated: this is a bug")
-        stage, kind, message = fault
-        raise (AdmissionError if kind == "CapacityExceeded" else StageError)(f"stage {stage}: {message}")
+    def _asked(
+        self,
+        prompt: Iterable[int],
+        max_new_tokens: int | None = None,
+        speculate: int = 0,
+        recurrent: Recurrent = "replay",
+        snapshots: int = 1,
+        timeout: float | None = None,
+        tenant: str = "",
+    ) -> tuple[Session, Request, float]:
+        """The session that is asked for, not open yet, its request for bytes, and the seconds it may wait."""
+        tokens = checked_prompt(prompt, self.cfg.n_vocab, self.max_ctx)
+        most = min(self.prefill_chunk, MAX_BODY_BYTES // (TOPK.itemsize * self.cfg.n_vocab)) - 1
+        new = self.default_max_new_tokens if max_new_tokens is None else max_new_tokens
+        new = checked_int(InputError, "max_new_tokens", new, 0, MAX_NEW_TOKENS)
+        speculate = checked_int(InputError, "speculate", speculate, 0, most)
+        snapshots = checked_int(InputError, "snapshots", snapshots, 0, MAX_SNAPSHOTS)
+        timed = timeout is None or (type(timeout) in (int, float) and 0 <= timeout <= MAX_WAIT_S)
+        require(timed, InputError, "timeout", timeout, f"None, or 0 to {MAX_WAIT_S:.0f} seconds")
+        named = isinstance(tenant, str) and len(tenant) <= MAX_TENANT
+        require(named, InputError, "tenant", tenant, f"a text of at most {MAX_TENANT} characters")
+        ctx = session_ctx(len(tokens), new, speculate, self.max_ctx)
+        shape = SessionShape(ctx, snapshots, checked_recurrent(recurrent), speculate)
+        session = Session(self, next(self._ids), tokens, shape)
+        return session, Request(session.id, shape, tenant), timeout or 0.0

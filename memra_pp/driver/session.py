@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..admission import SessionShape
 from ..cache import DflashTapSink
 from ..errors import InputError, MemraError, StageError, checked_int, require
 from ..models.protocol import Array
 from ..stage.frames import want_code
-from ..stage.spec import SessionShape
 from .books import Books, Slot
 from .drafters import Draft, checked_drafts
 from .sampling import Sampler, SamplingParams, judge

@@ -116,8 +116,8 @@ class Steps:
             raise
         if reply.fault(0) is not None:
             return reply
-        if reply.hops != len(chain.budgets):
-            raise StageError(f"{reply.hops} of {len(chain.budgets)} stages applied a step of {self}; close it")
+        if reply.hops != chain.stages:
+            raise StageError(f"{reply.hops} of {chain.stages} stages applied a step of {self}; close it")
         self._books.commit(step)
         self.failed = False
         return reply

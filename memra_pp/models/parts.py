@@ -11,6 +11,7 @@ from typing import Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ..admission.cost import workspace_bytes
 from ..cache import Cache
 from ..config import KvPlan, ModelConfig
 from ..errors import ConfigError
@@ -118,8 +119,8 @@ class Forward(ABC):
 
     def workspace_bytes(self, max_rows: int) -> int:
         """Activations of the widest moment, and logits for every row on the last stage."""
-        width = 4 * self.cfg.n_embd + max((self.layer_width(il) for il in self.layers), default=0)
-        return 4 * max_rows * (width + (self.cfg.n_vocab if self.head is not None else 0))
+        widest = max((self.layer_width(il) for il in self.layers), default=0)
+        return workspace_bytes(max_rows, self.cfg.n_embd, widest, 0 if self.head is None else self.cfg.n_vocab)
 
     @abstractmethod
     def load_head(self, weights: Weights) -> Head:

@@ -8,6 +8,7 @@ from typing import Any
 
 import ray
 
+from ..admission import Device
 from ..errors import StageError
 from ..models.protocol import StageModel
 from .lanes import Lane, Listener, connect
@@ -43,11 +44,15 @@ class StageActor:
         self._listener = Listener(address, self._key)
         return self._listener.address
 
-    def wire(self, downstream: str, peer: str) -> int:
-        """Opens the lane to the next stage, or to the driver after the last, and settles the cache budget in bytes."""
+    def wire(self, downstream: str, peer: str) -> Device:
+        """Opens the lane to the next stage, or to the driver after the last; this stage's part of its device."""
         worker, _ = self._loaded()
         self._down = connect(downstream, "frames", self._key, WIRE_S, peer)
-        return worker.settle_budget()
+        return worker.share()
+
+    def reserve(self, budget: int) -> None:
+        """Reserves the arena of this stage's device, in bytes."""
+        self._loaded()[0].reserve(budget)
 
     def serve(self) -> None:
         """Passes frames until the driver says stop or a lane breaks."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..admission import SessionShape
 from ..cache import Cache, CacheSnapshot, SnapshotMark
-from ..cache.device import KvDev
 from ..errors import StageError
+from ..kernels.cpu import CpuSlab
 from .frames import Entry
-from .spec import SessionShape, StageSpec
+from .spec import StageSpec
 
 Captures = tuple[tuple[int, CacheSnapshot], ...]
 """`(r, snapshot)`: the state after a step's first `r` rows goes into the snapshot."""
@@ -17,14 +18,15 @@ Captures = tuple[tuple[int, CacheSnapshot], ...]
 
 @dataclass(slots=True)
 class StageSession:
-    """A session's cache slice, the `seq` of the step it takes next, the fault of the step before, if any, and whether that
-    one broke it: then its state is undefined until it is reset.
+    """A session's slab and the cache slice in it, the `seq` of the step it takes next, the fault of the step before, if any,
+    and whether that one broke it: then its state is undefined until it is reset.
 
     `slots` are its snapshots: the user's, then those for the states that a verify keeps.
     """
 
     name: str
     shape: SessionShape
+    slab: CpuSlab
     cache: Cache
     slots: list[CacheSnapshot]
     seq: int = 1
@@ -32,19 +34,24 @@ class StageSession:
     broken: bool = False
 
     @classmethod
-    def open(cls, device: KvDev, spec: StageSpec, number: int, shape: SessionShape) -> StageSession:
-        """Allocates every buffer of `spec.layout(shape)`, or none.
+    def open(cls, slab: CpuSlab, spec: StageSpec, number: int, shape: SessionShape) -> StageSession:
+        """Allocates every buffer of `spec.layout(shape)` in a slab, which is the session's from then on, or is closed.
 
         Raises:
-            CapacityExceeded: the device has not that many bytes.
+            CapacityExceeded: the slab has not that many bytes.
         """
         layers, name = spec.layers, f"{spec}: session {number}"
-        cache = Cache.new_ppn_slice(device, layers.start, layers.stop, spec.cfg, shape.ctx, policy=spec.policy)
         try:
-            return cls(name, shape, cache, [cache.new_snapshot() for _ in range(shape.slots)])
+            cache = Cache.new_ppn_slice(slab, layers.start, layers.stop, spec.cfg, shape.ctx, policy=spec.policy)
+            return cls(name, shape, slab, cache, [cache.new_snapshot() for _ in range(shape.slots)])
         except BaseException:
-            cache.close()
+            slab.close()
             raise
+
+    def close(self) -> None:
+        """Gives the slab back, with all that lies in it."""
+        self.cache.close()
+        self.slab.close()
 
     def base(self, entry: Entry) -> int | None:
         """The row at which a step's rows begin, after its rollback; None if it names a slot that holds no live snapshot."""

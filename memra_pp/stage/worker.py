@@ -12,14 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import InputError, MemraError, StageError
+from ..admission import Device, SessionShape
+from ..cache import slab_bytes
+from ..errors import InputError, MemraError, StageError, checked_int, require
 from ..kernels import CpuDev
 from ..kernels.cpu import available_bytes
 from ..models.protocol import Array, Segment, StageModel, StepBatch
 from . import frames, taps
 from .frames import ARGMAX, LOGITS, STEP, TOPK, Entry, Frame, Note
 from .session import Captures, StageSession
-from .spec import SessionShape, StageSpec
+from .spec import StageSpec
 
 log = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class StageWorker:
         self._loaded = time.perf_counter()
         self._last = self.spec.last
         self._newest = 0
+        self._loaded_bytes = 0
         self._width = self.spec.cfg.n_vocab if self._last else self.spec.cfg.n_embd
         self._most_wanted = ARGMAX + self.spec.cfg.n_vocab
 
@@ -78,20 +81,32 @@ class StageWorker:
             device.close()
             raise
 
-    def settle_budget(self) -> int:
-        """Fixes the bytes this stage's caches may take, once every stage on the machine has loaded its weights.
+    def share(self) -> Device:
+        """This stage's part of its device: bytes for sessions, once every stage on the machine has loaded its weights.
 
         Raises:
             StageError: nothing is left after the weights and the workspace.
         """
         budget = self.spec.budget_bytes
         if budget is None:
-            workspace = self.model.workspace_bytes(self.spec.max_rows)
-            budget = available_bytes() // self.spec.share - workspace - RESERVE_BYTES
+            budget = available_bytes() // self.spec.share - self._workspace() - RESERVE_BYTES
             if budget < 1:
                 raise StageError(f"{self.spec}: no memory is left for caches: {-budget} bytes short; use more machines")
-        self.device.budget_bytes = budget
-        return budget
+        return Device(self.spec.device, budget, self.device.granularity)
+
+    def reserve(self, budget: int) -> None:
+        """Reserves the arena of this stage's device, `budget` bytes. What stages share, each of them maps.
+
+        Raises:
+            CapacityExceeded: it cannot be had.
+        """
+        self.device.reserve(budget)
+        self._loaded_bytes = self.device.allocated_bytes
+
+    @property
+    def learned_bytes(self) -> int:
+        """The most bytes that the device has handed out beside slabs since, beyond the workspace that was planned."""
+        return max(0, self.device.peak_bytes - self._loaded_bytes - self._workspace())
 
     def apply(self, frame: Frame) -> None:
         """Applies a frame in place: its rows become this stage's, its notes gain what this stage has to say.
@@ -145,10 +160,11 @@ class StageWorker:
         return {
             "stage": self.spec.stage,
             "layers": [self.spec.layers.start, self.spec.layers.stop],
-            "device": f"cpu x{self.spec.threads}",
+            "device": f"{self.spec.device} x{self.spec.threads}",
             "pid": os.getpid(),
-            "budget_bytes": self.device.budget_bytes,
-            "allocated_bytes": self.device.allocated_bytes,
+            "arena_bytes": self.device.arena_bytes,
+            "allocated_bytes": self.device.slab_bytes,
+            "learned_bytes": self.learned_bytes,
             "sessions": len(self.sessions),
             "wait_s": time.perf_counter() - self._loaded - self.counters.compute_s,
             **asdict(self.counters),
@@ -157,9 +173,12 @@ class StageWorker:
     def close(self) -> None:
         """Closes every session and the device."""
         for session in self.sessions.values():
-            session.cache.close()
+            session.close()
         self.sessions.clear()
         self.device.close()
+
+    def _workspace(self) -> int:
+        return self.model.workspace_bytes(self.spec.max_rows)
 
     def _in_turn(self, frame: Frame, i: int, entry: Entry) -> StageSession | None:
         """The session whose step this is; None for a repeat of its last one, which is answered as the first time."""
@@ -208,11 +227,14 @@ class StageWorker:
             raise StageError(f"{self.spec}: an entry of op {entry.op} with {entry.rows} rows: only a step has rows")
         if frame.id <= self._newest:
             raise StageError(f"{self.spec}: frame {frame.id} comes after frame {self._newest}: it is late or a repeat, refused")
+        note = frame.notes.get(i, {})
         match entry.op:
             case frames.OPEN:
-                self._open(entry.session, frame.notes.get(i, {}))
+                self._open(entry.session, note)
+                self._report_bytes(note)
             case frames.CLOSE:
                 self._close(entry.session)
+                self._report_bytes(note)
             case frames.RESET:
                 self._reset(entry)
             case _:
@@ -223,15 +245,22 @@ class StageWorker:
             raise StageError(f"an entry of epoch {entry.epoch}, but {self.spec} is wired in epoch {self.epoch}: refused")
 
     def _open(self, number: int, note: Note) -> None:
-        """Allocates a session as the `args` of its note say, and adds its bytes to the note."""
+        """Allocates a session as the `args` of its note say, in the slab of this stage that it names."""
         if number in self.sessions or len(self.sessions) >= MAX_SESSIONS:
             raise StageError(f"{self.spec}: session {number} is open already, or {MAX_SESSIONS} are")
-        if not isinstance(note.get("bytes"), list):
-            raise InputError(f"{self.spec}: an open entry with the note {note!r:.200}: it must have args and bytes")
-        shape = SessionShape.checked(note.get("args"), self.spec)
-        before = self.device.allocated_bytes
-        self.sessions[number] = StageSession.open(self.device, self.spec, number, shape)
-        note["bytes"].append(self.device.allocated_bytes - before)
+        of, cfg = f"{self.spec}: a session with ", self.spec.cfg
+        shape = SessionShape.checked(note.get("args"), of, cfg.max_ctx, self.spec.max_rows)
+        offset, size = (self._own_number(note, name) for name in ("offsets", "charges"))
+        need = slab_bytes(self.spec.layout(shape), self.device.granularity)
+        if size != need:
+            raise StageError(f"{self.spec}: session {number} was charged {size} bytes and takes {need}: this is a bug")
+        self.sessions[number] = StageSession.open(self.device.slab(offset, size), self.spec, number, shape)
+
+    def _own_number(self, note: Note, name: str) -> int:
+        """This stage's entry in a list of a note, one number of bytes a stage."""
+        given: Any = note.get(name)
+        require(isinstance(given, list) and len(given) == self.spec.stages, InputError, name, given, "a number for every stage")
+        return checked_int(InputError, name, given[self.spec.stage], 0, self.device.arena_bytes)
 
     def _reset(self, entry: Entry) -> None:
         """Empties a session that broke, in the very bytes it had; it goes on with the `seq` after the entry's."""
@@ -239,15 +268,21 @@ class StageWorker:
         if session is None or entry.seq < session.seq:
             raise StageError(f"{self.spec}: a reset of session {entry.session}, seq {entry.seq}: it is not open, or further on")
         self._close(entry.session)
-        fresh = StageSession.open(self.device, self.spec, entry.session, session.shape)
+        slab = self.device.slab(session.slab.offset, session.slab.size)
+        fresh = StageSession.open(slab, self.spec, entry.session, session.shape)
         fresh.seq = entry.seq + 1
         self.sessions[entry.session] = fresh
 
     def _close(self, number: int) -> None:
         session = self.sessions.get(number)
         if session is not None:
-            session.cache.close()
+            session.close()
             del self.sessions[number]
+
+    def _report_bytes(self, note: Note) -> None:
+        """Adds to the note of an open or a close what sessions hold here now, and what was learned, in bytes."""
+        if isinstance(held := note.get("held"), list):
+            held.append([self.device.slab_bytes, self.learned_bytes])
 
     def _run(self, frame: Frame, steps: list[_Step], x: Array) -> list[Array]:
         """One forward over every admitted step; the rows of the next stage, or the answers on the last, then the taps."""

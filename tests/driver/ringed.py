@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import memra_pp
+from memra_pp.admission import Admission, CostModel, Ledger
 from memra_pp.cache import Cache, KvLayer, KvPolicy, RecurLayer
 from memra_pp.config import KvPlan, ModelConfig, RecurrentPlan
 from memra_pp.driver.chain import LocalChain
@@ -108,10 +109,12 @@ def launch_tiny(
     model = Ringed if stage_model is None else stage_model
     fence = tuple(s * CFG.n_trunk // stages for s in range(stages + 1))
     specs = [
-        StageSpec(name, CFG, fence, s, POLICY, threads=1, max_rows=prefill_chunk, budget_bytes=1 << 27) for s in range(stages)
+        StageSpec(name, CFG, fence, s, POLICY, 1, prefill_chunk, device=f"cpu:{s}", budget_bytes=1 << 27) for s in range(stages)
     ]
     workers = [StageWorker.load(spec, model) for spec in specs]
-    return memra_pp.Pipeline(Path(name), specs, LocalChain(workers), CFG.max_ctx, prefill_chunk, 60.0)
+    chain = LocalChain(workers)
+    admission = Admission(Ledger(chain.devices, chain.homes), CostModel(CFG, fence, POLICY), CFG.max_ctx)
+    return memra_pp.Pipeline(Path(name), specs, chain, admission, 64, prefill_chunk, 60.0)
 
 
 def some_tokens(n: int, seed: int = 0) -> list[int]:

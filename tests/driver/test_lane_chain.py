@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from memra_pp.admission import Device
 from memra_pp.cache import KvPolicy
 from memra_pp.config import KvPlan, ModelConfig
 from memra_pp.driver import heart, lane_chain
@@ -45,7 +46,7 @@ def apply(frame):
         sys.stdin.readline()
     frame.arrays = [a * 10 + stage for a in frame.arrays]
     for note in frame.notes.values():
-        note["bytes"].append(stage)
+        note["held"].append(stage)
     frame.hops += 1
 
 worker = SimpleNamespace(spec=f"stage {stage}", stats=lambda: {"stage": stage}, apply=apply)
@@ -80,7 +81,7 @@ class Stages:
         control = [Lane(ours, str(spec)) for (ours, _), spec in zip(controls, SPECS, strict=True)]
         for sock in (*(b for _, b in pairs[:-1]), *(a for a, _ in pairs[1:]), *(b for _, b in controls)):
             sock.close()
-        self.chain = LaneChain(SPECS, [1] * STAGES, out, back, control, autopsy, self.on_close)
+        self.chain = LaneChain(SPECS, [Device(str(spec), 1) for spec in SPECS], out, back, control, autopsy, self.on_close)
         self.chain.roundtrip(Entry(PING, 0, 0, 1), [], WAIT_S)
 
     def on_close(self):
@@ -137,9 +138,9 @@ def echo(chain, n):
 def test_frames_pass_every_stage_and_answers_are_the_callers_own(stages):
     replies = [echo(stages.chain, n) for n in range(1, 6)]
     assert all((reply.arrays[0] == np.full(n, n * 1000 + 12)).all() for n, reply in enumerate(replies, start=1))
-    for note in ({"args": {"ctx": 8}, "bytes": []}, {"bytes": []}):
+    for note in ({"args": {"ctx": 8}, "held": []}, {"held": []}):
         reply = stages.chain.roundtrip(Entry(OPEN, 1, 0, 1), [], WAIT_S, note)
-        assert reply.notes == {0: note | {"bytes": [*range(STAGES)]}} and reply.hops == STAGES and not reply.arrays
+        assert reply.notes == {0: note | {"held": [*range(STAGES)]}} and reply.hops == STAGES and not reply.arrays
     assert stages.chain.stats() == [{"stage": s} for s in range(STAGES)] and not stages.chain.failed
 
 

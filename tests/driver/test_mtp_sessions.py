@@ -11,7 +11,7 @@ from ringed import DATA, launch_tiny, some_tokens
 from standing import assert_books_agree, assert_empty, assert_snapshot, assert_stands, on_stages
 
 import memra_pp
-from memra_pp.cache import KvPolicy, stage_layout
+from memra_pp.cache import KvPolicy, slab_bytes, stage_layout
 
 MODES = ["replay", "states"]
 GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())
@@ -42,10 +42,10 @@ def test_the_last_stage_allocates_what_is_planned_for_the_block(model: Path, ask
                 assert all(stage["planned_bytes"] == stage["allocated_bytes"] for stage in stages)
                 held[mtp] = [stage["allocated_bytes"] for stage in stages]
                 assert [("kv", 8) in kv_layers(stage.cache) for stage in on_stages(s)] == [False, False, mtp]
-                block = [a.bytes for a in stage_layout(pipe.cfg, pipe.fence, 2, s.shape.ctx, pipe.policy) if a.layer == 8]
+                block = [a for a in stage_layout(pipe.cfg, pipe.fence, 2, s.shape.ctx, pipe.policy) if a.layer == 8]
             assert_empty(pipe)
             if mtp:
-                bytes_of_block = sum(block)
+                bytes_of_block = slab_bytes(block)
     assert [a - b for a, b in zip(held[True], held[False], strict=True)] == [0, 0, bytes_of_block] and bytes_of_block > 0
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import memra_pp
-from memra_pp.cache import Cache, KvPolicy, stage_layout
+from memra_pp.cache import Cache, KvPolicy, slab_bytes, stage_layout
 from memra_pp.errors import AdmissionError, CapacityExceeded, ConfigError, InputError, MemraError, StageError
 from memra_pp.models import Gemma3
 from memra_pp.models.protocol import Array, StepBatch
@@ -124,13 +124,13 @@ def test_what_is_charged_is_what_each_stage_allocates(pipe: memra_pp.Pipeline) -
         stages = pipe.stats()["stages"]
         for s, stage in enumerate(stages):
             layout = stage_layout(pipe.cfg, pipe.fence, s, session.shape.ctx, pipe.policy)
-            assert stage["planned_bytes"] == stage["allocated_bytes"] == sum(a.bytes for a in layout) > 0
+            assert stage["planned_bytes"] == stage["allocated_bytes"] == slab_bytes(layout) > 0
 
 
 def test_a_session_of_exactly_the_free_bytes_is_admitted_and_one_byte_more_is_not(tiny: Path) -> None:
     with memra_pp.launch(tiny, backend="local", stages=2) as pipe:
         ctx = 10 + 8
-        need = [sum(a.bytes for a in stage_layout(pipe.cfg, pipe.fence, s, ctx, pipe.policy)) for s in range(2)]
+        need = [slab_bytes(stage_layout(pipe.cfg, pipe.fence, s, ctx, pipe.policy)) for s in range(2)]
     with memra_pp.launch(tiny, backend="local", stages=2, budget_bytes=need) as pipe:
         with pipe.open([1] * 5, max_new_tokens=5), pytest.raises(AdmissionError, match="stage 0"):
             pipe.open([1], max_new_tokens=0)
@@ -218,7 +218,7 @@ def test_numpy_integers_are_integers_and_nothing_else_is(pipe: memra_pp.Pipeline
         live.prefill()
         with pipe.open([1], **{"max_new_tokens": 4, name: np.int64(2)}) as session:
             assert type(session.shape.ctx) is int
-        for value in (2.0, True, "2", None, [2], np.float32(2)):
+        for value in (2.0, True, "2", *([] if name == "max_new_tokens" else [None]), [2], np.float32(2)):
             with pytest.raises(InputError, match=name):
                 pipe.open([1], **{"max_new_tokens": 4, name: value})
         live.decode(8)
@@ -299,7 +299,7 @@ def test_a_session_in_another_threads_call_is_busy(pipe: memra_pp.Pipeline, monk
 
 def test_a_failed_local_launch_ends_what_it_had_loaded(tiny: Path) -> None:
     def threads() -> int:
-        return sum(1 for _ in Path("/proc/self/task").iterdir())
+        return threading.active_count()
 
     class Breaks(Gemma3):
         @classmethod

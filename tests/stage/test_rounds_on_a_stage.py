@@ -171,10 +171,11 @@ NUMBERS = itertools.count(1000)
 
 
 class Recorded:
-    """A session as a stage saw it: its steps as they came, its shape, and what it held after them."""
+    """A session as a stage saw it: its steps as they came, the note that opened it, and what it held after them."""
 
-    def __init__(self, w: StageWorker, shape: dict[str, Any]) -> None:
-        self.w, self.shape = w, shape
+    def __init__(self, w: StageWorker, note: dict[str, Any]) -> None:
+        self.w = w
+        self.note = note | {"offsets": [1 << 26] * w.spec.stages, "held": []}
         self.steps: list[Frame] = []
         self.final: Any = None
 
@@ -189,7 +190,7 @@ def recorded(data: Path) -> Iterator[dict[tuple[str, int], Recorded]]:
             def note(i: int, w: StageWorker, sent: Frame, before: bool, mode: str = mode, number: int = number) -> None:
                 op, session = sent.entries[0][:2]
                 if session == number and op == OPEN and before:
-                    found[mode, i] = Recorded(w, sent.notes[0]["args"])
+                    found[mode, i] = Recorded(w, sent.notes[0])
                 elif session == number and op == STEP:
                     if before:
                         found[mode, i].steps.append(copy.deepcopy(sent))
@@ -206,7 +207,7 @@ def test_in_any_order_only_the_next_step_is_applied(recorded: Any, order: list[i
     """`order` is how far ahead of its turn each step comes; then those that are left come in turn."""
     given_steps = recorded[mode, stage]
     w, steps, number, done = given_steps.w, given_steps.steps, next(NUMBERS), 0
-    w.apply(said := Frame(next(NUMBERS), [opening(number)], [], {0: {"args": given_steps.shape, "bytes": []}}))
+    w.apply(said := Frame(next(NUMBERS), [opening(number)], [], {0: given_steps.note | {"held": []}}))
     assert said.fault(0) is None and len(steps) == 10
     for ahead in itertools.chain(order, itertools.repeat(0)):
         if done == len(steps):

@@ -17,12 +17,14 @@ from memra_pp.stage.serve import question, serve_control, serve_frames
 
 WAIT_S = 20.0
 
+ALONE = (0, CFG.n_trunk)
+
 
 class Served:
     """A stage whose loops run in threads; `up`, `down` and `control` are the other ends of its lanes."""
 
     def __init__(self):
-        self.worker = worker(0, fence=(0, CFG.n_trunk))
+        self.worker = worker(0, fence=ALONE)
         self.stop = threading.Event()
         (self.up, up), (self.down, down), (self.control, control) = (lanes() for _ in range(3))
         self.inner = [up, down, control]
@@ -56,7 +58,8 @@ def served():
 
 
 def test_frames_go_through_in_order(served):
-    sent = [frame(opening(1)), *(frame(step(1, n, n - 1, 1, "last"), arrays=tokens(n)) for n in range(1, 9)), frame(closing(1))]
+    steps = [frame(step(1, n, n - 1, 1, "last"), arrays=tokens(n)) for n in range(1, 9)]
+    sent = [frame(opening(1), fence=ALONE), *steps, frame(closing(1))]
     for number, one in enumerate(sent, start=1):
         one.id = number
         served.up.send(one, WAIT_S)
@@ -70,7 +73,7 @@ def test_frames_go_through_in_order(served):
 
 
 def test_ping_and_stats_are_answered_while_frames_are_idle(served):
-    served.up.send(frame(opening(1)), WAIT_S)
+    served.up.send(frame(opening(1), fence=ALONE), WAIT_S)
     served.down.recv(WAIT_S)
     assert served.ask(PING) == {}
     stats = served.ask(STATS)[0]["answer"]
@@ -106,7 +109,7 @@ def test_the_end_of_the_drivers_control_lane_ends_both_loops(served):
 def test_a_lost_neighbour_ends_the_stage_and_its_control_lane_says_so(served, neighbour):
     getattr(served, neighbour).close()
     if neighbour == "down":
-        served.up.send(frame(opening(1)), WAIT_S)
+        served.up.send(frame(opening(1), fence=ALONE), WAIT_S)
     with pytest.raises(LaneError):
         served.frames.result(WAIT_S)
     assert served.stop.is_set()
@@ -140,6 +143,6 @@ def test_a_silent_driver_ends_the_stage(monkeypatch):
 
 def test_a_fault_of_the_model_does_not_end_the_stage(served):
     served.worker.model.on_forward = lambda y: y.no_such_thing
-    served.up.send(frame(opening(1), step(1, 1, 0, 1), arrays=tokens(3)), WAIT_S)
+    served.up.send(frame(opening(1), step(1, 1, 0, 1), arrays=tokens(3), fence=ALONE), WAIT_S)
     assert served.down.recv(WAIT_S).fault(1)[1] == "AttributeError"
     assert served.ask(STATS)[0]["answer"]["faults"] == 1 and not served.stop.is_set()

@@ -13,6 +13,7 @@ from toy_stage import (
     MAX_CTX,
     N_EMBD,
     N_VOCAB,
+    PLACE,
     POLICY,
     asking,
     closing,
@@ -24,10 +25,10 @@ from toy_stage import (
     worker,
 )
 
-from memra_pp.cache import stage_layout
+from memra_pp.admission import MAX_SNAPSHOTS
+from memra_pp.cache import slab_bytes, stage_layout
 from memra_pp.errors import StageError
 from memra_pp.stage.frames import CLOSE, OPEN, OPS, PING, RESET, STATS, STEP, STOP, Entry
-from memra_pp.stage.spec import MAX_SNAPSHOTS
 
 STAGES = len(FENCE) - 1
 
@@ -131,19 +132,26 @@ def test_an_open_is_answered_with_the_bytes_of_the_layout_and_a_close_gives_them
     layouts = [
         stage_layout(CFG, FENCE, s, args["ctx"], POLICY, **{k: args[k] for k in args if k != "ctx"}) for s in range(STAGES)
     ]
-    planned = [sum(a.bytes for a in layout) for layout in layouts]
-    assert stages.send(opening(1), notes={0: asking(**shape)}).notes[0] == {"args": args, "bytes": planned}
+    planned = [slab_bytes(layout) for layout in layouts]
+    note = asking(**shape)
+    assert note["charges"] == planned
+    said = stages.send(opening(1), notes={0: asking(**shape)}).notes[0]
+    assert said == note | {"held": [[n, 0] for n in planned]}
     assert [w.device.allocated_bytes for w in stages.workers] == planned
+    for w, layout in zip(stages.workers, layouts, strict=True):
+        assert w.sessions[1].slab.allocated_bytes == sum(a.bytes for a in layout)
+        assert w.sessions[1].slab.used == w.sessions[1].slab.size
     for _ in range(2):
+        assert stages.send(closing(1), notes={0: {"held": []}}).notes[0] == {"held": [[0, 0]] * STAGES}
         assert not stages.send(closing(1)).notes
         assert [w.device.allocated_bytes for w in stages.workers] == [0] * STAGES
 
 
 def test_an_open_without_room_is_a_fault_and_takes_nothing():
-    small = worker(budget_bytes=100)
+    small = worker(budget_bytes=PLACE + 100)
     reply = frame(opening(1))
     small.apply(reply)
-    assert reply.fault(0)[:2] == [0, "CapacityExceeded"] and not small.sessions and reply.notes[0]["bytes"] == []
+    assert reply.fault(0)[:2] == [0, "CapacityExceeded"] and not small.sessions and reply.notes[0]["held"] == []
     assert small.device.allocated_bytes == 0
 
 
@@ -174,7 +182,7 @@ def test_a_refused_entry_names_both_values_and_changes_nothing_on_any_stage(stag
     fault = reply.fault(0)
     assert fault[:2] == [0, "StageError"] and reply.entries[0].rows == 0 and not reply.arrays
     assert all(text in fault[2] for text in says)
-    assert reply.notes[0].get("bytes", []) == []
+    assert reply.notes[0].get("held", []) == []
     assert stages.state() == before and [w.device.allocated_bytes for w in stages.workers] == allocated
     assert stages.feed(1, 2, 2, 5).fault(0) is None and stages.heights(1) == [3] * STAGES
 
@@ -255,7 +263,7 @@ def test_the_next_step_of_a_session_waits_for_the_next_frame(stages):
 def test_one_frame_may_open_step_and_close_in_turn(stages):
     reply = stages.send(opening(1), step(1, 1, 0, 2, "last"), opening(2), closing(2), arrays=tokens(3, 4))
     assert reply.fault(0) is reply.fault(1) is reply.fault(2) is None and len(reply.arrays) == 1
-    assert len(reply.notes[0]["bytes"]) == len(reply.notes[2]["bytes"]) == STAGES
+    assert len(reply.notes[0]["held"]) == len(reply.notes[2]["held"]) == STAGES
     assert np.array_equal(reply.arrays[0], expected_logits([4]))
     assert [set(w.sessions) for w in stages.workers] == [{1}] * STAGES
 
@@ -288,7 +296,7 @@ def test_whatever_a_model_raises_is_a_tombstone_that_later_stages_pass_and_other
     stages.workers[at].model.on_forward = None
     assert stages.feed(2, 2, 1, 9).fault(0) is None and stages.heights(2) == [2] * STAGES
     before = [w.device.allocated_bytes for w in stages.workers]
-    planned = [sum(a.bytes for a in stage_layout(CFG, FENCE, s, ARGS["ctx"], POLICY, snapshots=1)) for s in range(STAGES)]
+    planned = asking()["charges"]
     assert stages.send(closing(1)).fault(0) is None
     freed = [was - w.device.allocated_bytes for was, w in zip(before, stages.workers, strict=True)]
     assert freed == planned
@@ -367,13 +375,23 @@ BAD_ARGS = [
 def test_an_open_with_bad_arguments_faults_alone(stages, args):
     stages.open(1)
     allocated = [w.device.allocated_bytes for w in stages.workers]
-    reply = stages.send(opening(2), step(1, 1, 0, 1, "last"), arrays=tokens(3), notes={0: {"args": args, "bytes": []}})
+    reply = stages.send(opening(2), step(1, 1, 0, 1, "last"), arrays=tokens(3), notes={0: asking(2) | {"args": args}})
     assert reply.fault(0)[:2] == [0, "InputError"] and len(reply.fault(0)[2]) <= 1000
-    assert reply.notes[0]["bytes"] == [] and reply.fault(1) is None and stages.heights(1) == [1] * STAGES
+    assert reply.notes[0]["held"] == [] and reply.fault(1) is None and stages.heights(1) == [1] * STAGES
     assert [w.device.allocated_bytes for w in stages.workers] == allocated
 
 
-@pytest.mark.parametrize("note", [{}, {"args": ARGS}, {"bytes": []}, {"args": ARGS, "bytes": {}}, {"args": ARGS, "bytes": 1}])
+BAD_NOTES = [
+    {},
+    {"args": ARGS},
+    {"held": []},
+    *({k: v for k, v in asking(2).items() if k != missing} for missing in ("args", "offsets", "charges")),
+    *(asking(2) | {name: bad} for name in ("offsets", "charges") for bad in (None, 7, "12", {}, [], [1], [1, 2, 3])),
+    *(asking(2) | {name: [bad] * STAGES} for name in ("offsets", "charges") for bad in (-1, 2**60, None, "1", 0.5, True, [1])),
+]
+
+
+@pytest.mark.parametrize("note", BAD_NOTES, ids=lambda note: str(note)[:60])
 def test_an_open_whose_note_lacks_something_faults_alone(stages, note):
     stages.open(1)
     allocated = [w.device.allocated_bytes for w in stages.workers]
@@ -387,9 +405,10 @@ values = (
 )
 args = st.dictionaries(st.sampled_from([*ARGS, "more"]), values | st.integers(0, 20) | st.just("states"))
 notes = st.fixed_dictionaries({}, optional={
-    "args": args | st.just(ARGS) | values, "bytes": st.just([]) | values,
+    "args": args | st.just(ARGS) | values, "held": st.just([]) | values,
+    "offsets": st.lists(st.integers(0, 1 << 20), min_size=STAGES, max_size=STAGES) | values,
     "fault": st.just([0, "RuntimeError", "device lost"]) | st.none(),
-}).map(lambda note: note | {"bytes": []} if note.get("bytes") == [] else note)  # fmt: skip
+}).map(lambda note: note | {"held": []} if note.get("held") == [] else note)  # fmt: skip
 small = st.integers(0, 4)
 entries = st.tuples(
     st.builds(
@@ -398,7 +417,7 @@ entries = st.tuples(
         st.sampled_from([0, 0, 1, 2, 2**40]), st.sampled_from([0, 0, 1, 1, 2]), small, st.booleans().map(int),
         st.sampled_from([0, 0, 1, 2]),
     ),
-    st.just({}) | st.builds(asking) | notes,
+    st.just({}) | st.builds(asking, small) | notes,
 )  # fmt: skip
 
 
@@ -417,7 +436,7 @@ def test_no_sequence_of_entries_parts_the_stages_or_costs_a_live_session(frames,
         for i, entry in enumerate(reply.entries):
             assert entry.op in (STEP, OPEN, CLOSE, RESET) or reply.fault(i) is not None
             if entry.op == OPEN and reply.fault(i) is None:
-                assert len(reply.notes[i]["bytes"]) == STAGES
+                assert reply.notes[i].get("held") is None or len(reply.notes[i]["held"]) == STAGES
         assert len({tuple((sid, s.seq, s.cache.pos) for sid, s in sorted(w.sessions.items())) for w in stages.workers}) == 1
     stages.close()
     assert all(w.device.allocated_bytes == 0 for w in stages.workers)

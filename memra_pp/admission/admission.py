@@ -1,0 +1,237 @@
+"""`Admission`: decides who gets a slab on every stage, who waits for one, and who is told no."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from .cost import CostModel
+from .holding import HoldTimes
+from .ledger import Ledger, Shortage
+from .shape import SessionShape, longest_ctx, slack_rows
+from .tenants import Tenants
+from .verdicts import Admit, Defer, Reason, Refuse, Verdict
+
+LOOKAHEAD = 64
+"""Requests that do not fit, among which one that does is looked for when it may pass them."""
+
+MAX_WAITING = 1024
+
+
+@dataclass(frozen=True)
+class Request:
+    """A session that asks for its bytes."""
+
+    session: int
+    shape: SessionShape
+    tenant: str = ""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that waits. It is told its `outcome` once, `Admit` or `Refuse`; `passed` counts the later ones that went before
+    it."""
+
+    request: Request
+    charges: tuple[int, ...]
+    deadline: float
+    passed: int = 0
+    outcome: Future[Admit | Refuse] = field(default_factory=Future)
+
+
+class Admission:
+    """A strict FIFO queue before the ledger. Not thread-safe, and it waits for nothing: its owner locks and waits.
+
+    The head is admitted as soon as it fits. One that does not fit may be passed by at most `bypass` others; one that only its
+    tenant's cap holds back, by any number. A decision looks at devices and at those waiting, never at live sessions.
+
+    Args:
+        ledger: the devices' books.
+        cost: what a shape is charged.
+        limit: the most rows of a context.
+        bypass: how many later requests may pass one that waits.
+        tenant_share: the part of every device that one tenant may hold, above 0 and up to 1 (None: no cap).
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        cost: CostModel,
+        limit: int,
+        *,
+        bypass: int = 0,
+        tenant_share: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ledger, self.cost, self.limit, self.bypass = ledger, cost, limit, bypass
+        self._counts: dict[type[Verdict], int] = {Admit: 0, Defer: 0, Refuse: 0}
+        self._clock = clock
+        self._tenants = Tenants(ledger, tenant_share)
+        self._holding = HoldTimes()
+        self._waiting: dict[int, Ticket] = {}
+        self._wanted = [0] * len(ledger.homes)
+        self._admitted: dict[int, tuple[float, str, tuple[int, ...]]] = {}
+        self._overtaken = 0
+
+    def ask(self, request: Request) -> Verdict:
+        """Whether the request is admitted now. One that is not leaves nothing behind."""
+        verdict = self._decide(request, self.cost.charges(request.shape))
+        self._counts[type(verdict)] += 1
+        return verdict
+
+    def submit(self, request: Request, timeout_s: float) -> Admit | Refuse | Ticket:
+        """The verdict, or a ticket that is told when its turn has come, or `timeout_s` have passed."""
+        charges = self.cost.charges(request.shape)
+        verdict = self._decide(request, charges)
+        if isinstance(verdict, Defer):
+            if len(self._waiting) < MAX_WAITING:
+                ticket = Ticket(request, charges, self._clock() + timeout_s)
+                self._queue(ticket)
+                return ticket
+            verdict = _refused(verdict, "waiting room", f"{MAX_WAITING} requests are waiting, and no more may")
+        self._counts[type(verdict)] += 1
+        return verdict
+
+    def release(self, session: int) -> None:
+        """Gives a session's bytes back, or ends its wait; whoever fits then is admitted. A second release does nothing."""
+        if session in self._waiting:
+            self._unqueue(session).outcome.cancel()
+        elif self.ledger.release(session):
+            since, tenant, charges = self._admitted.pop(session)
+            self._holding.add(self._clock() - since)
+            self._tenants.give_back(tenant, charges)
+        if self._waiting:
+            self._pump()
+
+    def expire(self, session: int) -> None:
+        """Ends the wait of a request whose time is up."""
+        if session in self._waiting:
+            ticket = self._unqueue(session)
+            self._tell(ticket, _refused(self._behind(ticket.charges), "deadline", "its bytes did not come free in time"))
+            self._pump()
+
+    def learn(self, stage: int, used: int) -> None:
+        """Sets `used` bytes of a stage's device aside (see `Ledger.learn`); who waits and can no longer fit is told so."""
+        self.ledger.learn(stage, used)
+        self._pump()
+
+    def send_away(self) -> None:
+        """Ends every wait: the outcomes are cancelled."""
+        for session in list(self._waiting):
+            self._unqueue(session).outcome.cancel()
+
+    def stats(self) -> dict[str, float]:
+        """Verdicts so far, requests in the queue, and how long a session typically keeps its bytes, in seconds."""
+        verdicts = zip(("admitted", "deferred", "refused"), self._counts.values(), strict=True)
+        return {**dict(verdicts), "waiting": len(self._waiting), "typical_hold_s": self._holding.typical_s}
+
+    def _decide(self, request: Request, charges: tuple[int, ...]) -> Verdict:
+        if request.shape.ctx > self.limit:
+            why = f"a context of {request.shape.ctx} rows is longer than the {self.limit} of this pipeline"
+            return self._never(request, 0, 0, "context", why)
+        blocked = self._first_blocked() if self._waiting else None
+        if blocked is not None and blocked.passed + self._overtaken >= self.bypass:
+            return self._impossible(request, charges) or self._behind(charges)
+        verdict = self._try(request, charges)
+        if blocked is not None and isinstance(verdict, Admit):
+            self._overtaken += 1
+        return verdict
+
+    def _try(self, request: Request, charges: tuple[int, ...]) -> Verdict:
+        """Reserves for a request whose turn it is."""
+        if not self._tenants.allow(request.tenant, charges):
+            return self._over_cap(request, charges)
+        got = self.ledger.reserve(request.session, charges)
+        if not isinstance(got, Shortage):
+            self._admitted[request.session] = self._clock(), request.tenant, charges
+            self._tenants.hold(request.tenant, charges)
+            return Admit(got, charges)
+        return self._impossible(request, charges) or self._later(got)
+
+    def _pump(self) -> None:
+        """Admits those in the queue whose turn it is and who fit."""
+        now, blocked = self._clock(), list[Ticket]()
+        for session, ticket in list(self._waiting.items()):
+            if session not in self._waiting:
+                continue
+            if ticket.deadline <= now:
+                self.expire(session)
+                continue
+            if blocked and (blocked[0].passed + self._overtaken >= self.bypass or len(blocked) > LOOKAHEAD):
+                return
+            verdict = self._try(ticket.request, ticket.charges)
+            if not isinstance(verdict, Defer):
+                self._tell(self._unqueue(session), verdict)
+                for other in blocked:
+                    other.passed += isinstance(verdict, Admit)
+            elif verdict.reason != "tenant":
+                blocked.append(ticket)
+
+    def _first_blocked(self) -> Ticket | None:
+        """The first in the queue that more than its tenant's cap holds back."""
+        while True:
+            ticket = next((t for t in self._waiting.values() if self._tenants.allow(t.request.tenant, t.charges)), None)
+            if ticket is None or ticket.deadline > self._clock():
+                return ticket
+            self.expire(ticket.request.session)
+
+    def _queue(self, ticket: Ticket) -> None:
+        ticket.passed = -self._overtaken  # newcomers that pass, pass all that wait: they are counted in one place
+        self._waiting[ticket.request.session] = ticket
+        self._wanted = [w + c for w, c in zip(self._wanted, ticket.charges, strict=True)]
+
+    def _unqueue(self, session: int) -> Ticket:
+        ticket = self._waiting.pop(session)
+        self._wanted = [w - c for w, c in zip(self._wanted, ticket.charges, strict=True)]
+        return ticket
+
+    def _tell(self, ticket: Ticket, verdict: Admit | Refuse) -> None:
+        self._counts[type(verdict)] += 1
+        ticket.outcome.set_result(verdict)
+
+    def _later(self, short: Shortage) -> Defer:
+        reason: Reason = "fragmented" if short.of == "in one piece" else "bytes"
+        return Defer(short.stage, short.short_by, self._retry_after(short.stage, short.short_by), reason, str(short))
+
+    def _behind(self, charges: tuple[int, ...]) -> Defer:
+        """For one that others are ahead of: what they and it need beyond what is free."""
+        short = self.ledger.shortage([w + c for w, c in zip(self._wanted, charges, strict=True)])
+        stage, short_by = (0, 0) if short is None else (short.stage, short.short_by)
+        others = f" for this session and the {len(self._waiting)} that wait" if self._waiting else ""
+        message = f"stage {stage} is {short_by} bytes short{others}"
+        return Defer(stage, short_by, self._retry_after(stage, short_by), "queue", message)
+
+    def _over_cap(self, request: Request, charges: tuple[int, ...]) -> Defer | Refuse:
+        stage = max(range(len(charges)), key=charges.__getitem__)
+        share, need = self._tenants.share, charges[stage]
+        why = f"tenant {request.tenant!r:.40} may hold {share} of a device, and {need} bytes on stage {stage} are more"
+        if not self._tenants.allow(None, charges):
+            return self._never(request, stage, need, "tenant", why)
+        return Defer(stage, need, self._retry_after(stage, need), "tenant", f"{why}, beside what it holds")
+
+    def _impossible(self, request: Request, charges: tuple[int, ...]) -> Refuse | None:
+        short = self.ledger.shortage(charges, empty=True)
+        return None if short is None else self._never(request, short.stage, short.short_by, "bytes", str(short))
+
+    def _never(self, request: Request, stage: int, short_by: int, reason: Reason, why: str) -> Refuse:
+        shape = request.shape
+
+        def fits(ctx: int) -> bool:
+            charges = self.cost.charges(replace(shape, ctx=ctx))
+            return self.ledger.shortage(charges, empty=True) is None and self._tenants.allow(None, charges)
+
+        longest = longest_ctx(fits, min(self.limit, shape.ctx))
+        rows = max(0, longest - slack_rows(shape.speculate))
+        room = f"the longest context that fits is {longest} rows, {rows} of prompt and new tokens" if longest else "no row fits"
+        message = f"{why}: {room}; shorten the request, add stages or choose smaller K/V formats"
+        return Refuse(stage, short_by, None, reason, message, longest)
+
+    def _retry_after(self, stage: int, short_by: int) -> float:
+        return self._holding.retry_after_s(short_by, self.ledger.reserved_at(stage))
+
+
+def _refused(defer: Defer, reason: Reason, why: str) -> Refuse:
+    return Refuse(defer.stage, defer.short_by, defer.retry_after_s, reason, f"{why}: {defer.message}")

@@ -1,0 +1,113 @@
+"""`memra-pp`: the command. What a subcommand needs is loaded when it is run."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from ..cache.formats import K_CHOICES, V_CHOICES
+from ..errors import MemraError
+from .demo import demo_weights
+from .options import count, cuts, size, sizes
+
+__all__ = ["demo_weights", "main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `memra-pp` command; its exit code: 0, 1 for an error said in one line, 2 for bad usage, 130 after Ctrl-C."""
+    args = _parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _terminated)
+    try:
+        args.run(args)
+        sys.stdout.flush()
+    except MemraError as error:
+        print(f"memra-pp: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        _drop_stdout()
+        return 1
+    except OSError as error:
+        _drop_stdout()
+        print(f"memra-pp: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("memra-pp: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as all of the command's are."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"memra-pp: error: {message}; see {self.prog} --help\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="memra-pp", description="The pipeline-parallel cache runtime.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    run = commands.add_parser("run", help="continue a text, and report on every stage")
+    run.add_argument("model", nargs="?", help="a GGUF file or a model directory (default: the demo weights)")
+    run.add_argument("--prompt", required=True, help="the text to continue")
+    run.add_argument("--stages", type=int, help="pipeline stages, cut evenly (default: 1, or MEMRA_PP_STAGES)")
+    run.add_argument("--cuts", type=cuts, help="first layer of every stage after the first, such as 6,12")
+    run.add_argument("--backend", default="ray", choices=("ray", "local"), help="Ray actors, or all in this process")
+    run.add_argument("--max-new", type=count, default=64, help="most tokens to generate (default: 64)")
+    run.add_argument("--max-ctx", type=int, help="longest context in tokens (default: the model's)")
+    run.add_argument("--threads", type=int, help="kernel threads a stage (default: the cores shared out)")
+    _add_formats(run)
+    run.add_argument("--speculate", type=count, default=0, metavar="K", help="most drafts a round (default: 0, none)")
+    run.add_argument("--drafter", help="ngram, or the model that drafts: a GGUF file or a directory (default: ngram)")
+    run.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
+    run.set_defaults(run=_run)
+
+    plan = commands.add_parser("plan", help="say how many sessions fit on given devices, what limits them and what helps")
+    plan.add_argument("model", metavar="MODEL", help="a config.json, a model directory or a GGUF file; no weights are loaded")
+    plan.add_argument(
+        "--devices", type=sizes, required=True, help="each stage's memory in order, such as 80GiB,80GiB,48GiB or 8x80GiB"
+    )
+    plan.add_argument("--ctx", type=count, required=True, help="rows of every session's context")
+    plan.add_argument("--sessions", type=count, metavar="N", help="how many are to fit (default: as many as do)")
+    plan.add_argument("--cuts", type=cuts, help="a cut to compare, first layer of every stage after the first (default: even)")
+    _add_formats(plan)
+    plan.add_argument("--ring", choices=("off", "step", "all"), help="hold windows in rings (default: MEMRA_SWA_RING or off)")
+    plan.add_argument("--speculate", type=count, default=0, metavar="K", help="most drafts a round (default: 0, none)")
+    plan.add_argument("--snapshots", type=count, default=1, metavar="N", help="most live snapshots a session (default: 1)")
+    plan.add_argument(
+        "--recurrent", choices=("replay", "states"), default="replay", help="how recurrent state rolls back (default: replay)"
+    )
+    plan.add_argument("--no-mtp", action="store_true", help="leave MTP/NextN blocks out")
+    plan.add_argument("--reserve", type=size, help="bytes of each device that are left alone (default: 1GiB)")
+    plan.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    plan.set_defaults(run=_plan)
+    return parser
+
+
+def _add_formats(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kv-k", choices=K_CHOICES, help="K format (default: MEMRA_KV_K or q8_0)")
+    parser.add_argument("--kv-v", choices=V_CHOICES, help="V format (default: MEMRA_KV_V or q5_1)")
+
+
+def _run(args: argparse.Namespace) -> None:
+    from .run import run
+
+    run(args)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from .plan import plan
+
+    plan(args)
+
+
+def _drop_stdout() -> None:
+    """What is buffered for an output that takes no more is not tried again at the interpreter's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _terminated(signum: int, frame: object) -> NoReturn:
+    raise SystemExit(128 + signum)

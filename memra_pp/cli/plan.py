@@ -1,0 +1,74 @@
+"""`memra-pp plan`: how many sessions fit on devices that nobody needs to have, what limits them and what helps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+from .. import admission
+from ..admission import CutPlan, Device, Plan
+from ..admission.planner import RESERVE_BYTES
+from ..cache import KvPolicy
+from ..config import ModelConfig, read_weight_bytes
+from ..config.fence import fence_from_cuts
+from .advice import Alternative, alternatives
+from .options import with_formats
+from .plan_text import plan_text
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Plans, and prints it."""
+    cfg = ModelConfig.from_path(args.model)
+    cfg = cfg.without_mtp() if args.no_mtp else cfg
+    policy = KvPolicy.from_env(with_formats(args.kv_k, args.kv_v))
+    planned = admission.plan(
+        cfg,
+        [Device(f"device {s}", memory) for s, memory in enumerate(args.devices)],
+        args.ctx,
+        args.sessions,
+        policy if args.ring is None else replace(policy, ring=args.ring),
+        weights=read_weight_bytes(args.model, cfg),
+        snapshots=args.snapshots,
+        recurrent=args.recurrent,
+        speculate=args.speculate,
+        fence=None if args.cuts is None else fence_from_cuts(cfg, args.cuts),
+        reserve=RESERVE_BYTES if args.reserve is None else args.reserve,
+    )
+    better = alternatives(planned)
+    print(json.dumps(plan_json(planned, better)) if args.json else plan_text(planned, better))
+
+
+def plan_json(plan: Plan, better: list[Alternative]) -> dict[str, Any]:
+    """Everything, sizes in bytes; `sessions` of null are any number."""
+    setup = plan.setup
+    return {
+        "model": setup.cfg.arch,
+        "layers": setup.cfg.n_layer,
+        "mtp_layers": setup.cfg.n_layer - setup.cfg.n_trunk,
+        "session": asdict(setup.shape),
+        "policy": asdict(setup.policy),
+        "weights": {"estimated": setup.weights.estimated, "source": setup.weights.source},
+        "sessions_asked": plan.asked,
+        "given": plan.given and _cut_json(plan.given),
+        "even": _cut_json(plan.even),
+        "best": _cut_json(plan.best),
+        "alternatives": [
+            {
+                "change": a.change,
+                "given_sessions": a.plan.given and a.plan.given.sessions,
+                "even_sessions": a.plan.even.sessions,
+                "best_sessions": a.plan.best.sessions,
+                "best_cuts": a.plan.best.fence[1:-1],
+            }
+            for a in better
+        ],
+    }
+
+
+def _cut_json(cut: CutPlan) -> dict[str, Any]:
+    stages = [
+        {**asdict(stage), "layers": [stage.layers.start, stage.layers.stop], "bound_by": stage.bound_by} for stage in cut.stages
+    ]
+    return {"cuts": cut.fence[1:-1], "sessions": cut.sessions, "binding_stage": cut.binding, "stages": stages}

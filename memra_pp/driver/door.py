@@ -1,0 +1,127 @@
+"""`Door`: admission for many threads and tasks. One lock around the decisions, and waits that end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from typing import Any, TypeVar
+
+from ..admission import Admission, Admit, Defer, Refuse, Request, Ticket, Verdict
+from ..errors import AdmissionError, StageError
+from .locks import OwnedLock
+
+LOCK_S = 60.0
+LOOK_S = 0.5
+"""How often one that waits looks after what else has to be done."""
+
+T = TypeVar("T")
+
+
+class Door:
+    """Lets sessions in, or has them wait."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._lock = OwnedLock()
+        self._closed = False
+
+    @property
+    def mine(self) -> bool:
+        """Whether this thread is in the middle of a decision: in a signal handler, or a finalizer that ran meanwhile."""
+        return self._lock.mine
+
+    def enter(self, request: Request, timeout_s: float, meanwhile: Callable[[], None]) -> Admit:
+        """The request's slabs, now or within `timeout_s`; `meanwhile` is called now and then, and may raise.
+
+        Raises:
+            AdmissionError: it was refused, or its time is up; the verdict is its `verdict`.
+            StageError: the pipeline was closed meanwhile.
+        """
+        asked = self._ask(request, timeout_s)
+        if not isinstance(asked, Ticket):
+            return _admitted(asked)
+        end = time.monotonic() + timeout_s
+        while not asked.outcome.done():
+            left = end - time.monotonic()
+            if left <= 0:
+                self._locked(lambda: self._admission.expire(request.session))
+                break
+            meanwhile()
+            _await(asked, min(LOOK_S, left))
+        return _outcome(asked)
+
+    async def enter_async(self, request: Request, timeout_s: float) -> Admit:
+        """As `enter`, for a task. One that is cancelled leaves the queue, and gives back what it was given meanwhile."""
+        asked = self._ask(request, timeout_s)
+        if not isinstance(asked, Ticket):
+            return _admitted(asked)
+        try:
+            await asyncio.wait([asyncio.wrap_future(asked.outcome)], timeout=timeout_s)
+        except BaseException:
+            self.leave(request.session)
+            raise
+        if not asked.outcome.done():
+            self._locked(lambda: self._admission.expire(request.session))
+        return _outcome(asked)
+
+    def leave(self, session: int) -> None:
+        """Gives a session's bytes back, or ends its wait."""
+        self._locked(lambda: self._admission.release(session))
+
+    def learn(self, stage: int, used: int) -> None:
+        """Sets bytes aside that a stage's device was seen to use (see `Ledger.learn`)."""
+        self._locked(lambda: self._admission.learn(stage, used))
+
+    def close(self) -> None:
+        """Sends everyone away who waits, and lets nobody in."""
+        self._closed = True
+        self._locked(self._admission.send_away)
+
+    def stats(self) -> dict[str, Any]:
+        """The devices' books (`Ledger.devices`), and the verdicts so far (`Admission.stats`)."""
+        return self._locked(lambda: {"devices": self._admission.ledger.devices(), "admission": self._admission.stats()})
+
+    def _ask(self, request: Request, timeout_s: float) -> Verdict | Ticket:
+        def ask() -> Verdict | Ticket:
+            if self._closed:
+                raise StageError("this pipeline is closed: launch it again")
+            return self._admission.submit(request, timeout_s) if timeout_s > 0 else self._admission.ask(request)
+
+        return self._locked(ask)
+
+    def _locked(self, action: Callable[[], T]) -> T:
+        try:
+            if not self._lock.acquire(LOCK_S):
+                raise StageError(f"admission was busy for {LOCK_S:.0f} s")
+            return action()
+        finally:
+            self._lock.release_if_mine()
+
+
+def _await(ticket: Ticket, seconds: float) -> None:
+    try:
+        ticket.outcome.exception(seconds)
+    except (TimeoutError, CancelledError):
+        return
+
+
+def _outcome(ticket: Ticket) -> Admit:
+    try:
+        return _admitted(ticket.outcome.result(0))
+    except CancelledError:
+        raise StageError("the pipeline was closed while this session waited to be admitted: launch it again") from None
+
+
+def _admitted(verdict: Verdict) -> Admit:
+    match verdict:
+        case Admit():
+            return verdict
+        case Defer():
+            advice = f"try again in about {verdict.retry_after_s:.1f} s, or wait for your turn with open(timeout=...)"
+        case Refuse(retry_after_s=None):
+            raise AdmissionError(verdict.message, verdict)
+        case Refuse():
+            advice = f"try again in about {verdict.retry_after_s:.1f} s"
+    raise AdmissionError(f"{verdict.message}: {advice}", verdict)

@@ -1,0 +1,146 @@
+"""`Opener`: opens and closes sessions on the stages, one at a time, each on all of them or on none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..admission import Admit, Request
+from ..errors import AdmissionError, StageError
+from ..stage.frames import CLOSE, OPEN, Entry, Frame, Note
+from .chain import Chain
+from .door import Door
+from .locks import OwnedLock
+
+
+class Opener:
+    """The sessions that are on the stages, and those on their way out.
+
+    After every open and every close the stages say what they hold, and it is compared with what was charged.
+    """
+
+    def __init__(self, chain: Chain, door: Door, timeout_s: float) -> None:
+        self._chain, self._door, self._timeout_s = chain, door, timeout_s
+        self._gate = OwnedLock()
+        self._ending: set[int] = set()
+        self._charged: dict[int, Sequence[int]] = {}
+        self._held = [0] * chain.stages
+
+    def open(self, request: Request, timeout_s: float) -> None:
+        """Admits a session, within `timeout_s`, and allocates it on every stage.
+
+        Raises:
+            AdmissionError: a stage's device cannot hold its share; nothing is held anywhere.
+            StageError: a stage failed, or this thread is in the middle of a step.
+        """
+        self._require_between_steps()
+        self.finish()
+        with self._or_not_at_all(request.session):
+            admit = self._door.enter(request, timeout_s, self._meanwhile)
+            self._alone(lambda: self._open(request, admit))
+
+    async def admit_async(self, request: Request, timeout_s: float) -> Admit:
+        """The first half of `open`, for a task; the second is `open_admitted`."""
+        self._require_between_steps()
+        if self._ending:
+            await asyncio.to_thread(self.finish)
+        return await self._door.enter_async(request, timeout_s)
+
+    def open_admitted(self, request: Request, admit: Admit) -> None:
+        """Allocates a session that was admitted on every stage. Raises as `open`."""
+        with self._or_not_at_all(request.session):
+            self._alone(lambda: self._open(request, admit))
+
+    def close(self, session: int) -> None:
+        """Closes a session on every stage and gives its bytes back.
+
+        Cut short, or begun by a finalizer in the middle of a step, it goes on at the next open, close or `finish`.
+        """
+        self._ending.add(session)
+        self.finish()
+
+    def finish(self) -> None:
+        """Goes on with closes that were cut short, unless this thread is in the middle of something."""
+        if self._ending and not self._busy:
+            self._alone(self._end_all)
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Bytes charged for the sessions that are open, on every stage."""
+        return tuple(self._held)
+
+    @property
+    def _busy(self) -> bool:
+        return self._gate.mine or self._chain.in_step or self._door.mine
+
+    def _require_between_steps(self) -> None:
+        if self._busy:
+            raise StageError("a session was opened in the middle of a step of this thread, by a signal handler or a finalizer")
+
+    @contextlib.contextmanager
+    def _or_not_at_all(self, session: int) -> Iterator[None]:
+        """Closes a session whose opening was cut short. Where it was refused, there is nothing to close."""
+        try:
+            yield
+        except AdmissionError:
+            raise
+        except BaseException:
+            with contextlib.suppress(StageError):
+                self.close(session)
+            raise
+
+    def _meanwhile(self) -> None:
+        if self._chain.failed:
+            raise StageError("the pipeline has failed while this session waited to be admitted: launch it again")
+        self.finish()
+
+    def _alone(self, action: Callable[[], None]) -> None:
+        """Opens and closes are done one at a time: none ends what another is about to open."""
+        try:
+            if not self._gate.acquire(self._timeout_s):
+                raise StageError(f"the pipeline was busy for {self._timeout_s:.0f} s with other threads' opens and closes")
+            action()
+        finally:
+            self._gate.release_if_mine()
+
+    def _open(self, request: Request, admit: Admit) -> None:
+        self._end_all()
+        session, charges = request.session, list(admit.charges)
+        self._ending.add(session)  # until every stage has said that it is open
+        note = {"args": asdict(request.shape), "offsets": list(admit.offsets), "charges": charges, "held": []}
+        reply = self._send(OPEN, session, note)
+        if (fault := reply.fault(0)) is not None:
+            self._end_all()
+            stage, kind, message = fault
+            raise (AdmissionError if kind == "CapacityExceeded" else StageError)(f"stage {stage}: {message}")
+        self._charged[session] = charges
+        self._held = [held + charge for held, charge in zip(self._held, charges, strict=True)]
+        self._ending.discard(session)
+        self._compare(reply)
+
+    def _end_all(self) -> None:
+        """Closes the sessions that are ending, on the stages that hold them, and only then in the books."""
+        for session in list(self._ending):
+            reply = self._send(CLOSE, session, {"held": []})
+            charges = self._charged.pop(session, None)
+            if charges is not None:
+                self._held = [held - charge for held, charge in zip(self._held, charges, strict=True)]
+            self._door.leave(session)
+            self._ending.discard(session)
+            if not self._ending:
+                self._compare(reply)
+
+    def _send(self, op: int, session: int, note: Note) -> Frame:
+        return self._chain.roundtrip(Entry(op, session, 0, self._chain.epoch), [], self._timeout_s, note)
+
+    def _compare(self, reply: Frame) -> None:
+        """What every stage holds for sessions is what was charged; what it has learned goes into the books."""
+        said: list[Any] = reply.notes.get(0, {}).get("held", [])
+        for stage, (held, learned) in enumerate(said):
+            if learned:
+                self._door.learn(stage, learned)
+            if held != self._held[stage]:
+                raise StageError(f"stage {stage} holds {held} bytes for sessions and {self._held[stage]} were charged: a bug")

@@ -1,0 +1,159 @@
+"""The best cut, against every cut there is."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memra_pp.admission import CostModel, Device, SessionShape, best_fence
+from memra_pp.cache import KvPolicy
+from memra_pp.config import KvPlan, ModelConfig, RecurrentPlan, SharedKvPlan, WeightBytes, check_fence, stage_layers
+from memra_pp.config.fence import nearest_even_fence, valid_cuts
+from memra_pp.errors import ConfigError
+
+POLICY = KvPolicy()
+SHAPE = SessionShape(40)
+KV, WIDE, RECURRENT, NOTHING = KvPlan(1, 32, 32), KvPlan(4, 64, 64), RecurrentPlan(64, 4, 512), RecurrentPlan(0, 2, 0)
+
+
+def model(layers, n_mtp: int = 0) -> ModelConfig:
+    return ModelConfig("test", len(layers) - n_mtp, 64, 100, 1000, tuple(layers))
+
+
+def none_of(cfg: ModelConfig) -> WeightBytes:
+    return WeightBytes((0,) * cfg.n_layer, 0, 0, False, False, "none")
+
+
+@st.composite
+def models(draw):
+    layers = [draw(st.sampled_from([KV, WIDE, RECURRENT, NOTHING]))]
+    for _ in range(draw(st.integers(0, 7))):
+        owners = [il for il, plan in enumerate(layers) if isinstance(plan, KvPlan)]
+        shared = [SharedKvPlan(owners[-1])] if owners and draw(st.booleans()) else []
+        layers.append(draw(st.sampled_from([KV, WIDE, RECURRENT, NOTHING, *shared])))
+    return model([*layers, *[KV] * (n_mtp := draw(st.integers(0, 2)))], n_mtp)
+
+
+@st.composite
+def problems(draw):
+    """A model, its weights and as many devices as it can be cut for: some with too little for anything, one with a lot."""
+    cfg = draw(models())
+    small, large = st.integers(0, 3000), st.integers(0, 100_000)
+    matrix = draw(small)
+    weights = WeightBytes(
+        tuple(draw(st.lists(small, min_size=cfg.n_layer, max_size=cfg.n_layer))),
+        draw(large) + matrix, draw(large) + matrix, draw(st.booleans()), False, "test", matrix,
+    )  # fmt: skip
+    budget = draw(st.sampled_from([20_000, 200_000, 1_000_000]))
+    devices = [
+        Device(f"d{s}", draw(st.integers(-100, budget)), draw(st.sampled_from([1, 1, 4096, 50_000])))
+        for s in range(draw(st.integers(1, min(4, len(valid_cuts(cfg)) + 1))))
+    ]
+    shape = SessionShape(draw(st.integers(1, 60)), draw(st.integers(0, 2)), "states", draw(st.integers(0, 2)))
+    return cfg, shape, devices, weights
+
+
+def stages_of(cfg, shape, devices, weights, fence):
+    """What each stage has for slabs, and a slab there: from the cost model and the weights, a stage at a time."""
+    last = len(devices) - 1
+    charges = CostModel(cfg, fence, POLICY, [device.granularity for device in devices]).charges(shape)
+    return [
+        (device.budget - weights.of_stage(stage_layers(cfg, fence, s), s == 0, s == last), charges[s])
+        for s, device in enumerate(devices)
+    ]
+
+
+def sessions(stages) -> float:
+    """How many fit on all of them."""
+    return min(0 if room < 0 else float("inf") if not slab else room // slab for room, slab in stages)
+
+
+def fences(cfg, stages):
+    for cuts in combinations(range(1, cfg.n_trunk), stages - 1):
+        try:
+            yield check_fence(cfg, (0, *cuts, cfg.n_trunk))
+        except ConfigError:
+            continue
+
+
+@settings(max_examples=400, deadline=None)
+@given(problems())
+def test_no_other_cut_is_better_nor_as_good_and_closer_to_the_even_one(problem):
+    cfg, shape, devices, weights = problem
+    even = nearest_even_fence(cfg, len(devices))
+
+    def rank(fence):
+        stages = stages_of(*problem, fence)
+        most = sessions(stages)
+        margin = 0 if most else min(room - slab for room, slab in stages)
+        return -most, -margin, sum(abs(a - b) for a, b in zip(fence, even, strict=True)), fence
+
+    every = list(fences(cfg, len(devices)))
+    assert best_fence(cfg, POLICY, shape, devices, weights) == min(every, key=rank)
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems())
+def test_without_weights_they_are_nothing(problem):
+    cfg, shape, devices, _ = problem
+    assert best_fence(cfg, POLICY, shape, devices) == best_fence(cfg, POLICY, shape, devices, none_of(cfg))
+
+
+@given(models())
+def test_valid_cuts_are_those_that_a_fence_may_have(cfg):
+    def valid(cut):
+        try:
+            return check_fence(cfg, (0, cut, cfg.n_trunk)) is not None
+        except ConfigError:
+            return False
+
+    assert valid_cuts(cfg) == [cut for cut in range(1, cfg.n_trunk) if valid(cut)]
+
+
+def test_more_stages_than_places_to_cut_are_refused():
+    cfg = model([KV, SharedKvPlan(0), KV])
+    devices = [Device("d", 10**6)] * 3
+    assert best_fence(cfg, POLICY, SHAPE, devices[:2]) == (0, 2, 3)
+    for some in (devices, []):
+        with pytest.raises(ConfigError, match="choose from 1 to 2"):
+            best_fence(cfg, POLICY, SHAPE, some)
+
+
+def test_weights_of_another_model_are_refused():
+    with pytest.raises(ConfigError, match="weights of 2 layers for a model of 3"):
+        best_fence(model([KV] * 3), POLICY, SHAPE, [Device("d", 1)], none_of(model([KV] * 2)))
+
+
+def test_a_head_heavier_than_all_layers_gets_its_stage_few_of_them():
+    weights = WeightBytes((1000,) * 8, 0, 50_000, False, False, "test")
+    devices = [Device("a", 60_000), Device("b", 60_000)]
+    assert best_fence(model([KV] * 8), POLICY, SHAPE, devices, weights) == (0, 7, 8)
+    assert best_fence(model([KV] * 8), POLICY, SHAPE, devices) == (0, 4, 8)
+
+
+def test_of_equals_the_first_in_order_is_chosen():
+    slab = CostModel(model([KV]), (0, 1), POLICY).charges(SHAPE)[0]
+    devices = [Device("a", 4 * slab), Device("b", 2 * slab), Device("c", 4 * slab)]
+    assert best_fence(model([KV] * 9), POLICY, SHAPE, devices) == (0, 3, 5, 9)  # (0, 4, 6, 9) is as close to (0, 3, 6, 9)
+
+
+def test_where_nothing_fits_the_worst_stage_lacks_least():
+    slab = CostModel(model([KV]), (0, 1), POLICY).charges(SHAPE)[0]
+    assert slab == 2816
+    devices = [Device("a", 0), Device("b", 2 * slab - 600)]
+    assert best_fence(model([KV] * 8), POLICY, SHAPE, devices) == (0, 3, 8)
+
+
+@pytest.mark.parametrize(("layers", "stages", "seconds"), [(128, 8, 1.0), (400, 16, 8.0)])
+def test_it_is_fast(layers, stages, seconds):
+    cfg = model([KvPlan(8, 128, 128) if il % 4 == 3 else RecurrentPlan(10240, 4, 1 << 20) for il in range(layers)])
+    weights = WeightBytes(tuple((il % 7 + 20) << 25 for il in range(layers)), 1 << 31, 1 << 31, False, False, "test")
+    devices = [Device(str(s), (s % 3 + 2) * layers // stages << 29, 2 << 20) for s in range(stages)]
+    began = time.perf_counter()
+    fence = best_fence(cfg, POLICY, SessionShape(8192), devices, weights)
+    assert time.perf_counter() - began < seconds
+    assert sorted(b - a for a, b in pairwise(fence))[0] < layers // stages

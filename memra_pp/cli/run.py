@@ -11,8 +11,9 @@ from typing import Any
 
 from ..cache import KvPolicy
 from ..config import ModelConfig
+from ..driver.cut import fence_for
 from ..driver.drafters import Draft
-from ..driver.launch import fence_for, launch, model_path
+from ..driver.launch import launch, model_path
 from ..driver.model_drafter import ModelDrafter
 from ..driver.pipeline import Pipeline
 from ..driver.sampling import SamplingParams
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> None:
         model,
         stages=args.stages,
         cuts=args.cuts,
+        balance=args.balance,
         backend=args.backend,
         policy=policy,
         max_ctx=args.max_ctx,

@@ -8,19 +8,20 @@ import sys
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ..admission import Admission, CostModel, Ledger
 from ..cache import PRIME_CHUNK_MAX_TOKENS, KvPolicy
 from ..cache.formats import resolved
 from ..config import ModelConfig
-from ..config.fence import even_fence, fence_from_cuts, fence_from_env
+from ..config.fence import nearest_even_fence
 from ..errors import ConfigError, checked_int, require
 from ..models import stage_model_for
 from ..models.protocol import StageModel
 from ..stage.spec import StageSpec
 from ..stage.worker import StageWorker
 from .chain import Chain, LocalChain, Progress
+from .cut import fence_by_bytes, fence_for
 from .pipeline import Pipeline
 
 STEP_S = 300.0
@@ -29,6 +30,7 @@ MAX_BYPASS = 1 << 20
 MAX_STEP_S = 86400.0
 PREFILL_CHUNK = 512
 Backend = Literal["ray", "local"]
+Balance = Literal["even", "bytes"]
 
 
 def launch(
@@ -36,6 +38,7 @@ def launch(
     *,
     stages: int | None = None,
     cuts: Sequence[int] | None = None,
+    balance: Balance = "even",
     devices: str | Sequence[str] = "auto",
     backend: Backend = "ray",
     policy: KvPolicy | None = None,
@@ -57,6 +60,7 @@ def launch(
         model: a GGUF file, or a directory with `config.json` and `*.safetensors`.
         stages: number of stages, cut evenly; `cuts` names the first layer of every stage after the first instead. With
             neither, `MEMRA_PP_STAGES`, `MEMRA_PP_SPLITS` or `MEMRA_PP_SPLIT`, else one stage.
+        balance: how `stages` are cut: `even`, or `bytes`, where the most sessions of `max_ctx` rows fit beside the weights.
         devices: `auto` (a device a stage), or a name a stage, `cpu` or `cpu:N`; stages that name the same one share its bytes.
             With neither, `MEMRA_PP_DEVICES`, names separated by commas.
         backend: `ray` (one actor a stage) or `local` (all stages in this process).
@@ -81,12 +85,18 @@ def launch(
     path = model_path(model)
     cfg = ModelConfig.from_path(path)
     cfg = cfg if mtp else cfg.without_mtp()
-    fence = fence_for(cfg, stages, cuts)
-    n = len(fence) - 1
     policy = resolved(policy)
     require(isinstance(policy, KvPolicy), ConfigError, "policy", policy, "a KvPolicy")
     prefill_chunk = checked_int(ConfigError, "prefill_chunk", prefill_chunk, 1, PRIME_CHUNK_MAX_TOKENS)
     max_ctx = checked_int(ConfigError, "max_ctx", cfg.max_ctx if max_ctx is None else max_ctx, 1, cfg.max_ctx)
+    by_bytes = _by_bytes(balance, cuts)
+    fence = nearest_even_fence(cfg, stages) if by_bytes and stages is not None else fence_for(cfg, stages, cuts)
+    n = len(fence) - 1
+    names, budgets = _device_names(devices, n), _budgets(budget_bytes, n)
+    chosen = stage_model_for(cfg) if stage_model is None else stage_model
+    if by_bytes:
+        require(len(set(names)) == n, ConfigError, "devices", names, "one of its own for every stage, to balance bytes")
+        fence = fence_by_bytes(cfg, policy, path, chosen, budgets, max_ctx, prefill_chunk)
     threads = checked_int(ConfigError, "threads", max(1, (os.cpu_count() or 1) // n) if threads is None else threads, 1, 256)
     most = default_max_new_tokens
     default_max_new_tokens = checked_int(ConfigError, "default_max_new_tokens", most, 1, sys.maxsize)
@@ -108,9 +118,8 @@ def launch(
             share=n,
             budget_bytes=budget,
         )
-        for s, (device, budget) in enumerate(zip(_device_names(devices, n), _budgets(budget_bytes, n), strict=True))
+        for s, (device, budget) in enumerate(zip(names, budgets, strict=True))
     ]
-    chosen = stage_model_for(cfg) if stage_model is None else stage_model
     chain = _chain(backend, specs, chosen, progress or (lambda text, done, of: None))
     cost = CostModel(cfg, fence, policy, [chain.devices[home].granularity for home in chain.homes])
     admission = Admission(Ledger(chain.devices, chain.homes), cost, max_ctx, bypass=bypass, tenant_share=tenant_share)
@@ -142,24 +151,6 @@ def _local_chain(specs: list[StageSpec], model: type[StageModel], progress: Prog
         raise
 
 
-def fence_for(cfg: ModelConfig, stages: int | None, cuts: Sequence[int] | None) -> tuple[int, ...]:
-    """The fence that `launch` uses: from `cuts`, else `stages`, else the environment, else one stage.
-
-    Raises:
-        ConfigError: it is not valid for the model; where a cut parts shared K/V, the nearest valid fence is named.
-    """
-    if cuts is not None:
-        fence = fence_from_cuts(cfg, cuts)
-        if stages is not None and stages != len(fence) - 1:
-            raise ConfigError(
-                f"stages={stages} with {len(fence) - 2} cuts, which make {len(fence) - 1} stages: pass one of them"
-            )
-        return fence
-    if stages is not None:
-        return even_fence(cfg, stages)
-    return fence_from_env(cfg, os.environ) or even_fence(cfg, 1)
-
-
 def model_path(model: str | PathLike[str]) -> Path:
     """The file or directory of a model.
 
@@ -173,6 +164,14 @@ def model_path(model: str | PathLike[str]) -> Path:
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"model={model!r:.80} is not a path ({error})") from error
     raise ConfigError(f"no such model: {path}; pass a GGUF file or a directory with config.json and *.safetensors")
+
+
+def _by_bytes(balance: str, cuts: Sequence[int] | None) -> bool:
+    """Whether the cut is to be found."""
+    require(balance in get_args(Balance), ConfigError, "balance", balance, "even or bytes")
+    if balance == "bytes" and cuts is not None:
+        raise ConfigError(f"balance='bytes' with cuts={list(cuts)}: pass one of them")
+    return balance == "bytes"
 
 
 def _device_names(devices: str | Sequence[str], stages: int) -> list[str]:

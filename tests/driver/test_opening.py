@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 import memra_pp
 from memra_pp.admission import Admit, Defer, Refuse
 from memra_pp.cache import slab_bytes, stage_layout
-from memra_pp.driver import door
+from memra_pp.config import ModelConfig
+from memra_pp.driver import cut, door
 from memra_pp.errors import AdmissionError, CapacityExceeded, ConfigError, InputError, StageError
-from memra_pp.models import Qwen35
+from memra_pp.models import Gemma3, Qwen35
 from memra_pp.stage.frames import CLOSE, OPEN
 
 WAIT_S = 30.0
@@ -345,12 +347,15 @@ def test_stages_may_share_a_device(hybrid, charges, monkeypatch):
         {"tenant_share": 1.5},
         {"tenant_share": "half"},
         {"default_max_new_tokens": 0},
+        {"balance": "time"},
+        {"balance": "bytes", "stages": None, "cuts": [4]},
+        {"balance": "bytes", "stages": 99},
     ],
     ids=str,
 )
 def test_options_that_cannot_be_are_refused_before_anything_starts(hybrid, options):
-    with pytest.raises(ConfigError, match=next(iter(options)).removesuffix("s")):
-        memra_pp.launch(hybrid, backend="local", stages=2, **options)
+    with pytest.raises(ConfigError, match=list(options)[-1].removesuffix("s")):
+        memra_pp.launch(hybrid, backend="local", **{"stages": 2} | options)
 
 
 def test_a_request_that_does_not_say_how_much_it_wants_is_charged_a_default_and_not_the_whole_context(hybrid):
@@ -379,3 +384,38 @@ def test_a_verdict_of_admission_is_what_the_door_gives(room_for):
     admit = pipe._door.enter(request, wait_s, lambda: None)
     assert isinstance(admit, Admit) and pipe.stats()["devices"][0]["reserved_bytes"] == admit.charges[0]
     pipe._door.leave(session.id)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("uneven", [1, 2, 5])
+def test_a_cut_by_bytes_holds_the_most_sessions_that_any_cut_can(hybrid, stages, uneven):
+    budgets = [1_000_000 * (uneven if s == stages - 1 else 1) for s in range(stages)]
+
+    def fits(**cut: Any) -> tuple[int, list[int]]:
+        with memra_pp.launch(hybrid, backend="local", budget_bytes=budgets, max_ctx=1000, **cut) as pipe:
+            sessions = []
+            with pytest.raises(AdmissionError):
+                while True:
+                    sessions.append(pipe.open(PROMPT, max_new_tokens=5000))
+            return len(sessions), list(pipe.fence)
+
+    n, fence = fits(stages=stages, balance="bytes")
+    cuts = itertools.combinations(range(1, 8), stages - 1)
+    assert n == max(fits(cuts=list(cut))[0] for cut in cuts) >= fits(stages=stages)[0]
+    if uneven == 5:
+        assert fence[-2] < 8 * (stages - 1) // stages
+
+
+def test_a_cut_by_bytes_weighs_what_the_stages_will_hold(gemma, tiny):
+    """Gemma-3-270M's head alone is more than all its layers, and with little beside it the last stage has few of them."""
+    cfg = ModelConfig.from_path(gemma)
+    weights = cut._weights(cfg, gemma, Gemma3)
+    assert weights.head == 4 * (cfg.n_vocab + 1) * cfg.n_embd and weights.embedding == 0
+    assert sum(weights.layers) == 4 * (268_098_176 - (cfg.n_vocab + 1) * cfg.n_embd)
+    with memra_pp.launch(tiny, backend="local", stages=3, balance="bytes", max_ctx=256) as pipe:
+        assert len(pipe.fence) == 4 and list(pipe.generate([1, 2], max_new_tokens=3))
+
+
+def test_a_cut_by_bytes_needs_a_device_for_every_stage(hybrid):
+    with pytest.raises(ConfigError, match="devices"):
+        memra_pp.launch(hybrid, backend="local", stages=2, balance="bytes", devices=["cpu", "cpu"])

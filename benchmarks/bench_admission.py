@@ -1,0 +1,102 @@
+"""Admission decisions on one core, 8 stages of Step-3.5's cut, at 10 to 10,000 live sessions, beside a plain addition.
+
+A decision takes a request, lays its shape out, and reserves a slab in each of eight arenas whose holes are those of random
+sessions come and gone. The floor is what any ledger does at least: eight comparisons and eight additions. Sizes are taken in
+turn, so that a slow moment of the machine meets all of them; each figure is the best of its rounds.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from memra_pp.admission import Admission, Admit, CostModel, Device, Ledger, Request, SessionShape
+from memra_pp.cache import KvPolicy
+from memra_pp.config import ModelConfig
+
+CONFIG = Path(__file__).parents[1] / "tests" / "data" / "configs" / "step3p5-flash.json"
+STAGES, MOST_CTX, ASKED, ROUNDS = 8, 9000, 1000, 40
+LIVE = (10, 100, 1000, 10_000)
+
+
+class Busy:
+    """An admission with `live` sessions, in arenas that many others have left."""
+
+    def __init__(self, cfg: ModelConfig, live: int) -> None:
+        fence = [s * cfg.n_trunk // STAGES for s in range(STAGES + 1)]
+        ledger = Ledger([Device(f"device {s}", 1 << 50) for s in range(STAGES)])
+        self.admission = Admission(ledger, CostModel(cfg, fence, KvPolicy(ring="step")), cfg.max_ctx)
+        self.random = random.Random(live)
+        self.live = [self.admit(session) for session in range(live)]
+        self.next = live
+        for _ in range(3 * live):
+            self.replace()
+
+    def admit(self, session: int) -> int:
+        shape = SessionShape(self.random.randint(1, MOST_CTX))
+        if not isinstance(self.admission.ask(Request(session, shape)), Admit):
+            raise RuntimeError("a device of a petabyte is full")
+        return session
+
+    def replace(self) -> None:
+        """One session leaves and another comes."""
+        at = self.random.randrange(len(self.live))
+        self.admission.release(self.live[at])
+        self.next += 1
+        self.live[at] = self.admit(self.next)
+
+    def decide(self) -> float:
+        """Seconds a decision, over `ASKED` of them; the sessions leave again, unmeasured."""
+        first = self.next + 1
+        requests = [Request(first + i, SessionShape(self.random.randint(1, MOST_CTX))) for i in range(ASKED)]
+        started = time.perf_counter()
+        for request in requests:
+            self.admission.ask(request)
+        took = time.perf_counter() - started
+        self.next += ASKED
+        for request in requests:
+            self.admission.release(request.session)
+        return took / ASKED
+
+    def turn_over(self) -> float:
+        """Seconds a release and the decision that follows it."""
+        started = time.perf_counter()
+        for _ in range(ASKED):
+            self.replace()
+        return (time.perf_counter() - started) / ASKED
+
+
+def additions() -> float:
+    """Seconds for eight comparisons and eight additions of lists."""
+    reserved, budgets, charges = [0] * STAGES, [1 << 50] * STAGES, list(range(STAGES))
+    started = time.perf_counter()
+    for _ in range(ASKED):
+        if all([r + c <= b for r, c, b in zip(reserved, charges, budgets, strict=True)]):
+            reserved = [r + c for r, c in zip(reserved, charges, strict=True)]
+    return (time.perf_counter() - started) / ASKED
+
+
+def main() -> None:
+    """Takes turns and prints the table."""
+    cfg = ModelConfig.from_hf(CONFIG)
+    busy = {live: Busy(cfg, live) for live in LIVE}
+    rows: dict[str, Callable[[], float]] = {"eight additions (floor)": additions}
+    rows |= {f"decide, {live} live": desk.decide for live, desk in busy.items()}
+    rows |= {f"release and decide, {live} live": desk.turn_over for live, desk in busy.items()}
+    best = dict.fromkeys(rows, float("inf"))
+    gc.freeze()
+    for _ in range(ROUNDS):
+        for name, measure in rows.items():
+            best[name] = min(best[name], measure())
+    for name, seconds in best.items():
+        print(f"  {name:<32} {seconds * 1e6:7.1f} us  {1 / seconds:9,.0f} a second")
+    for what in ("decide", "release and decide"):
+        few, many = (best[f"{what}, {live} live"] for live in (LIVE[0], LIVE[-1]))
+        print(f"  {what}: {LIVE[-1]} live take {many / few:.2f}x of {LIVE[0]}")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,16 +8,36 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .cache.formats import KvPolicy
+    from .config.model import ModelConfig
     from .driver.drafters import Draft
     from .driver.launch import launch
     from .driver.pipeline import Pipeline
     from .driver.sampling import Sampler, SamplingParams
     from .driver.session import Round, Session, SessionSnapshot
+    from .errors import AdmissionError, MemraError
 
-__all__ = ["Draft", "Pipeline", "Round", "Sampler", "SamplingParams", "Session", "SessionSnapshot", "launch"]
+__all__ = [
+    "AdmissionError",
+    "Draft",
+    "KvPolicy",
+    "MemraError",
+    "ModelConfig",
+    "Pipeline",
+    "Round",
+    "Sampler",
+    "SamplingParams",
+    "Session",
+    "SessionSnapshot",
+    "launch",
+]
 
 _HOMES = {
+    "AdmissionError": ".errors",
     "Draft": ".driver.drafters",
+    "KvPolicy": ".cache.formats",
+    "MemraError": ".errors",
+    "ModelConfig": ".config.model",
     "Pipeline": ".driver.pipeline",
     "Round": ".driver.session",
     "Sampler": ".driver.sampling",
@@ -35,3 +55,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -40,7 +40,8 @@ class CapacityExceeded(CacheError):
 class AdmissionError(MemraError):
     """A request that some stage's device cannot hold; nothing was reserved.
 
-    `verdict` is admission's, where it gave one: it names the stage that binds, the bytes it is short by, and when to try again.
+    `verdict` is admission's `Defer` or `Refuse`, where it gave one: the `stage` that binds, the bytes it is `short_by`, and
+    `retry_after_s`, None where no waiting helps: then `longest_ctx` says what would fit.
     """
 
     def __init__(self, message: str, verdict: Any = None) -> None:

@@ -98,19 +98,24 @@ class Admission:
     def release(self, session: int) -> None:
         """Gives a session's bytes back, or ends its wait; whoever fits then is admitted. A second release does nothing."""
         if session in self._waiting:
-            self._unqueue(session).outcome.cancel()
+            self._waiting[session].outcome.cancel()
+            self._unqueue(session)
         elif self.ledger.release(session):
-            since, tenant, charges = self._admitted.pop(session)
-            self._holding.add(self._clock() - since)
-            self._tenants.give_back(tenant, charges)
+            admitted = self._admitted.pop(session, None)
+            if admitted is not None:
+                since, tenant, charges = admitted
+                self._holding.add(self._clock() - since)
+                self._tenants.give_back(tenant, charges)
         if self._waiting:
             self._pump()
 
     def expire(self, session: int) -> None:
         """Ends the wait of a request whose time is up."""
         if session in self._waiting:
-            ticket = self._unqueue(session)
-            self._tell(ticket, _refused(self._behind(ticket.charges), "deadline", "its bytes did not come free in time"))
+            ticket = self._waiting[session]
+            late = _refused(self._behind(ticket.charges), "deadline", "its bytes did not come free in time")
+            self._tell(ticket, late)
+            self._unqueue(session)
             self._pump()
 
     def learn(self, stage: int, used: int) -> None:
@@ -120,8 +125,27 @@ class Admission:
 
     def send_away(self) -> None:
         """Ends every wait: the outcomes are cancelled."""
-        for session in list(self._waiting):
-            self._unqueue(session).outcome.cancel()
+        for session, ticket in list(self._waiting.items()):
+            ticket.outcome.cancel()
+            self._unqueue(session)
+
+    def repair(self) -> None:
+        """Works everything out again from who has slabs and who waits, after an interrupt in the middle of a decision.
+
+        Slabs that a waiting request was given and not told of go back; a request that was not to wait and was interrupted
+        keeps them until it is released.
+        """
+        for session, ticket in list(self._waiting.items()):
+            if ticket.outcome.done():
+                del self._waiting[session]
+            else:
+                self.ledger.release(session)
+        self.ledger.rebuild()
+        self._admitted = {session: record for session, record in self._admitted.items() if self.ledger.holds(session)}
+        self._tenants.rebuild((tenant, charges) for _, tenant, charges in self._admitted.values())
+        none = [0] * len(self.ledger.homes)
+        self._wanted = [sum(column) for column in zip(none, *(t.charges for t in self._waiting.values()), strict=True)]
+        self._pump()
 
     def stats(self) -> dict[str, float]:
         """Verdicts so far, requests in the queue, and how long a session typically keeps its bytes, in seconds."""
@@ -164,7 +188,8 @@ class Admission:
                 return
             verdict = self._try(ticket.request, ticket.charges)
             if not isinstance(verdict, Defer):
-                self._tell(self._unqueue(session), verdict)
+                self._tell(ticket, verdict)
+                self._unqueue(session)
                 for other in blocked:
                     other.passed += isinstance(verdict, Admit)
             elif verdict.reason != "tenant":
@@ -183,10 +208,9 @@ class Admission:
         self._waiting[ticket.request.session] = ticket
         self._wanted = [w + c for w, c in zip(self._wanted, ticket.charges, strict=True)]
 
-    def _unqueue(self, session: int) -> Ticket:
+    def _unqueue(self, session: int) -> None:
         ticket = self._waiting.pop(session)
         self._wanted = [w - c for w, c in zip(self._wanted, ticket.charges, strict=True)]
-        return ticket
 
     def _tell(self, ticket: Ticket, verdict: Admit | Refuse) -> None:
         self._counts[type(verdict)] += 1
@@ -200,14 +224,14 @@ class Admission:
         """For one that others are ahead of: what they and it need beyond what is free."""
         short = self.ledger.shortage([w + c for w, c in zip(self._wanted, charges, strict=True)])
         stage, short_by = (0, 0) if short is None else (short.stage, short.short_by)
-        others = f" for this session and the {len(self._waiting)} that wait" if self._waiting else ""
-        message = f"stage {stage} is {short_by} bytes short{others}"
+        ahead = f" and those ahead of it ({len(self._waiting)})" if self._waiting else ""
+        message = f"stage {stage} is {short_by:,} bytes short for this session{ahead}"
         return Defer(stage, short_by, self._retry_after(stage, short_by), "queue", message)
 
     def _over_cap(self, request: Request, charges: tuple[int, ...]) -> Defer | Refuse:
         stage = max(range(len(charges)), key=charges.__getitem__)
         share, need = self._tenants.share, charges[stage]
-        why = f"tenant {request.tenant!r:.40} may hold {share} of a device, and {need} bytes on stage {stage} are more"
+        why = f"tenant {request.tenant!r:.40} may hold {share} of a device, and {need:,} bytes on stage {stage} are more"
         if not self._tenants.allow(None, charges):
             return self._never(request, stage, need, "tenant", why)
         return Defer(stage, need, self._retry_after(stage, need), "tenant", f"{why}, beside what it holds")
@@ -224,8 +248,9 @@ class Admission:
             return self.ledger.shortage(charges, empty=True) is None and self._tenants.allow(None, charges)
 
         longest = longest_ctx(fits, min(self.limit, shape.ctx))
-        rows = max(0, longest - slack_rows(shape.speculate))
-        room = f"the longest context that fits is {longest} rows, {rows} of prompt and new tokens" if longest else "no row fits"
+        slack = slack_rows(shape.speculate)
+        rows = f"{max(0, longest - slack)} of prompt and new tokens, the rest slack"
+        room = f"the longest context that fits is {longest} rows ({rows})" if longest else "no row fits"
         message = f"{why}: {room}; shorten the request, add stages or choose smaller K/V formats"
         return Refuse(stage, short_by, None, reason, message, longest)
 

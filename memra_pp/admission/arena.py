@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterable
 
 SHIFT = 56
 """A hole is the one number `size << SHIFT | start`: by size, then by place, and so small that thousands stay in a cache."""
@@ -20,14 +21,18 @@ class Arena:
         size: bytes in all, below 2**56.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, taken: Iterable[tuple[int, int]] = ()) -> None:
+        """`taken` are the ranges `[start, end)` that are out already."""
         self.size = size
         self._ends: dict[int, int] = {}
         self._starts: dict[int, int] = {}
         self._bins: list[list[int]] = [[] for _ in range(_bin_of(size) + 1)]
         self._filled = 0
-        if size:
-            self._add(0, size)
+        free = 0
+        for start, end in [*sorted(taken), (size, size)]:
+            if start > free:
+                self._add(free, start)
+            free = end
 
     @property
     def largest(self) -> int:

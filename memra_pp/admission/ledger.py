@@ -45,10 +45,8 @@ class Shortage:
     of: Literal["free", "in one piece", "in all"]
 
     def __str__(self) -> str:
-        return (
-            f"stage {self.stage} needs {self.need} bytes for this session and device {self.device} has {self.room} {self.of} "
-            f"({self.short_by} short)"
-        )
+        has = f"device {self.device} has {self.room:,} {self.of} ({self.short_by:,} short)"
+        return f"stage {self.stage} needs {self.need:,} bytes for this session and {has}"
 
 
 @dataclass(slots=True, eq=False)
@@ -103,25 +101,41 @@ class Ledger:
         if (shortage := self.shortage(charges)) is not None:
             return shortage
         offsets: list[int] = []
-        self._live[session] = offsets, charges
         for pool, charge in zip(self._of_stage, charges, strict=True):
             offset = pool.arena.take(charge)
             if offset is None:
-                self.release(session)
+                self._give_back(offsets, charges)
                 return self._fragmented(len(offsets), charges)
             offsets.append(offset)
             pool.free -= charge
+        self._live[session] = offsets, charges
         return offsets
 
     def release(self, session: int) -> bool:
         """Gives back exactly what `reserve` took; whether there was anything. A second release does nothing."""
         if session not in self._live:
             return False
-        offsets, charges = self._live.pop(session)
-        for pool, offset, size in zip(self._of_stage, offsets, charges, strict=False):  # fewer where a reserve was cut short
-            pool.arena.give(offset, size)
-            pool.free += size
+        self._give_back(*self._live.pop(session))
         return True
+
+    def holds(self, session: int) -> bool:
+        """Whether a session has its slabs."""
+        return session in self._live
+
+    def rebuild(self) -> None:
+        """Works the free bytes out again from the sessions that are live, after an interrupt in the middle of a change."""
+        for pool in self._pools:
+            taken = [
+                (offset, offset + size)
+                for offsets, charges in self._live.values()
+                for home, offset, size in zip(self._of_stage, offsets, charges, strict=True)
+                if home is pool and size
+            ]
+            pool.arena = Arena(pool.arena.size, taken)
+            pool.learned = min(
+                pool.arena.size, sum(n for home, n in zip(self._of_stage, self._learned, strict=True) if home is pool)
+            )
+            pool.free = pool.arena.size - pool.learned - sum(end - start for start, end in taken)
 
     def learn(self, stage: int, used: int) -> None:
         """Sets `used` bytes of its device's budget aside for a stage; what is set aside never falls."""
@@ -190,6 +204,11 @@ class Ledger:
             }
             for i, pool in enumerate(self._pools)
         ]
+
+    def _give_back(self, offsets: Sequence[int], charges: Sequence[int]) -> None:
+        for pool, offset, size in zip(self._of_stage, offsets, charges, strict=False):  # the first stages', if not all fitted
+            pool.arena.give(offset, size)
+            pool.free += size
 
     def _fragmented(self, stage: int, charges: Sequence[int]) -> Shortage:
         pool, need = self._of_stage[stage], charges[stage]

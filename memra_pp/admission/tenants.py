@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .ledger import Ledger
 
@@ -31,6 +31,12 @@ class Tenants:
         more = self._ledger.by_device(charges)
         held = self._held.get(tenant, [0] * len(more))
         self._held[tenant] = [h + n for h, n in zip(held, more, strict=True)]
+
+    def rebuild(self, holders: Iterable[tuple[str, Sequence[int]]]) -> None:
+        """Works out again what tenants hold, from each session's tenant and charges."""
+        self._held = {}
+        for tenant, charges in holders:
+            self.hold(tenant, charges)
 
     def give_back(self, tenant: str, charges: Sequence[int]) -> None:
         """Takes them off; a tenant that holds nothing is forgotten."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,8 @@ from ..models.protocol import Array
 from ..stage.frames import Entry, Frame, Note
 from ..stage.worker import StageWorker
 from .locks import OwnedLock
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, and how many of how many steps of a launch are done."""
@@ -45,13 +48,12 @@ class Chain(ABC):
         """
         if self._lock.mine:
             raise StageError("a step was begun in the middle of another one of this thread, by a signal handler or a finalizer")
-        try:
-            if not self._lock.acquire(timeout):
-                raise StageError(f"the pipeline was busy for {timeout:.0f} s with other threads' steps")
+
+        def step() -> Frame:
             self.traversals += 1
             return self._roundtrip(Frame(next(self._ids), [entry], arrays, {} if note is None else {0: note}), timeout)
-        finally:
-            self._lock.release_if_mine()
+
+        return self._lock.run(step, timeout, "the pipeline was busy with other threads' steps")
 
     @property
     def in_step(self) -> bool:
@@ -103,14 +105,17 @@ class LocalChain(Chain):
         return [worker.stats() for worker in self._workers]
 
     def close(self) -> None:
-        nested = self.in_step
+        if self.in_step:
+            self._end()
+            return
         try:
-            if not nested:
-                self._lock.acquire(CLOSE_S)
-            self._closed = True
-            for worker in self._workers:
-                worker.close()
-            self._workers = []
-        finally:
-            if not nested:
-                self._lock.release_if_mine()
+            self._lock.run(self._end, CLOSE_S, "the pipeline was busy with another thread's step")
+        except StageError as error:
+            log.warning("closing although %s", error)
+            self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        for worker in self._workers:
+            worker.close()
+        self._workers = []

@@ -25,7 +25,7 @@ class Door:
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
         self._lock = OwnedLock()
-        self._closed = False
+        self._torn = self._closed = False
 
     @property
     def mine(self) -> bool:
@@ -77,27 +77,35 @@ class Door:
     def close(self) -> None:
         """Sends everyone away who waits, and lets nobody in."""
         self._closed = True
-        self._locked(self._admission.send_away)
+        if not self._lock.mine:
+            self._locked(self._admission.send_away)
 
     def stats(self) -> dict[str, Any]:
         """The devices' books (`Ledger.devices`), and the verdicts so far (`Admission.stats`)."""
         return self._locked(lambda: {"devices": self._admission.ledger.devices(), "admission": self._admission.stats()})
 
     def _ask(self, request: Request, timeout_s: float) -> Verdict | Ticket:
-        def ask() -> Verdict | Ticket:
-            if self._closed:
-                raise StageError("this pipeline is closed: launch it again")
-            return self._admission.submit(request, timeout_s) if timeout_s > 0 else self._admission.ask(request)
-
-        return self._locked(ask)
+        if self._closed:
+            raise StageError("this pipeline is closed: launch it again")
+        admission = self._admission
+        return self._locked(lambda: admission.submit(request, timeout_s) if timeout_s > 0 else admission.ask(request))
 
     def _locked(self, action: Callable[[], T]) -> T:
-        try:
-            if not self._lock.acquire(LOCK_S):
-                raise StageError(f"admission was busy for {LOCK_S:.0f} s")
-            return action()
-        finally:
-            self._lock.release_if_mine()
+        """One decision at a time. What an interrupt has cut short is repaired before the next."""
+        if self._lock.mine:
+            raise StageError(
+                "admission was asked in the middle of a decision of this thread, by a signal handler or a finalizer"
+            )
+
+        def decide() -> T:
+            if self._torn:
+                self._admission.repair()
+            self._torn = True
+            done = action()
+            self._torn = False
+            return done
+
+        return self._lock.run(decide, LOCK_S, "admission was busy")
 
 
 def _await(ticket: Ticket, seconds: float) -> None:
@@ -119,9 +127,9 @@ def _admitted(verdict: Verdict) -> Admit:
         case Admit():
             return verdict
         case Defer():
-            advice = f"try again in about {verdict.retry_after_s:.1f} s, or wait for your turn with open(timeout=...)"
+            advice = f"try again in about {verdict.retry_after_s:.2f} s, or wait for your turn with open(timeout=...)"
         case Refuse(retry_after_s=None):
             raise AdmissionError(verdict.message, verdict)
         case Refuse():
-            advice = f"try again in about {verdict.retry_after_s:.1f} s"
+            advice = f"try again in about {verdict.retry_after_s:.2f} s"
     raise AdmissionError(f"{verdict.message}: {advice}", verdict)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..errors import StageError
+
+T = TypeVar("T")
 
 
 class OwnedLock:
-    """A lock that knows whether the calling thread holds it.
-
-    So a finalizer that runs in the middle of a step can see that it does; and an interrupt between taking the lock and noting
-    so costs nothing: `try: acquire ... finally: release_if_mine`. A thread that holds it does not take it again.
-    """
+    """A lock that knows whether the calling thread holds it, so that a finalizer in the middle of a step can see that it is."""
 
     def __init__(self) -> None:
         self._lock: Any = threading.RLock()
@@ -21,11 +22,19 @@ class OwnedLock:
         """Whether the calling thread holds the lock (`threading.Condition` asks the same way)."""
         return bool(self._lock._is_owned())
 
-    def acquire(self, timeout: float) -> bool:
-        """Takes the lock within `timeout` seconds; whether it did."""
-        return bool(self._lock.acquire(timeout=timeout))
+    def run(self, action: Callable[[], T], timeout: float, busy: str) -> T:
+        """Calls `action` with the lock held. A thread that holds it does not take it again.
 
-    def release_if_mine(self) -> None:
-        """Gives the lock back if the calling thread holds it."""
-        if self.mine:
-            self._lock.release()
+        Raises:
+            StageError: another thread held it for `timeout` seconds; `busy` says with what.
+        """
+        try:
+            if not self._lock.acquire(timeout=timeout):
+                raise StageError(f"{busy} for {timeout:.0f} s")
+            return action()
+        finally:
+            # An interrupt strikes at calls of Python functions: before this one of C's there is no such place, and none may be.
+            try:  # noqa: SIM105
+                self._lock.release()
+            except RuntimeError:  # it was not taken
+                pass

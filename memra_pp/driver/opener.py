@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,6 +29,7 @@ class Opener:
         self._ending: set[int] = set()
         self._charged: dict[int, Sequence[int]] = {}
         self._held = [0] * chain.stages
+        self._torn = False
 
     def open(self, request: Request, timeout_s: float) -> None:
         """Admits a session, within `timeout_s`, and allocates it on every stage.
@@ -42,17 +44,29 @@ class Opener:
             admit = self._door.enter(request, timeout_s, self._meanwhile)
             self._alone(lambda: self._open(request, admit))
 
-    async def admit_async(self, request: Request, timeout_s: float) -> Admit:
-        """The first half of `open`, for a task; the second is `open_admitted`."""
+    async def open_async(self, request: Request, timeout_s: float) -> None:
+        """As `open`, for a task. One that is cancelled while its stages open is closed by its thread, once they have."""
         self._require_between_steps()
         if self._ending:
             await asyncio.to_thread(self.finish)
-        return await self._door.enter_async(request, timeout_s)
+        admit = await self._door.enter_async(request, timeout_s)
+        opened, given_up = threading.Event(), threading.Event()
 
-    def open_admitted(self, request: Request, admit: Admit) -> None:
-        """Allocates a session that was admitted on every stage. Raises as `open`."""
-        with self._or_not_at_all(request.session):
-            self._alone(lambda: self._open(request, admit))
+        def work() -> None:
+            with self._or_not_at_all(request.session):
+                self._alone(lambda: self._open(request, admit))
+            opened.set()
+            if given_up.is_set():
+                self.close(request.session)
+
+        opening = asyncio.get_running_loop().run_in_executor(None, work)
+        try:
+            await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            given_up.set()
+            if opened.is_set():
+                self.close(request.session)
+            raise
 
     def close(self, session: int) -> None:
         """Closes a session on every stage and gives its bytes back.
@@ -99,12 +113,15 @@ class Opener:
 
     def _alone(self, action: Callable[[], None]) -> None:
         """Opens and closes are done one at a time: none ends what another is about to open."""
-        try:
-            if not self._gate.acquire(self._timeout_s):
-                raise StageError(f"the pipeline was busy for {self._timeout_s:.0f} s with other threads' opens and closes")
+
+        def work() -> None:
+            if self._torn:  # cut short before: work out again what is held
+                self._held = [sum(column) for column in zip([0] * len(self._held), *self._charged.values(), strict=True)]
+            self._torn = True
             action()
-        finally:
-            self._gate.release_if_mine()
+            self._torn = False
+
+        self._gate.run(work, self._timeout_s, "the pipeline was busy with other threads' opens and closes")
 
     def _open(self, request: Request, admit: Admit) -> None:
         self._end_all()

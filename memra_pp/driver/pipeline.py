@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import threading
@@ -107,17 +106,20 @@ class Pipeline:
         self._sessions[session.id] = session
         return session
 
-    async def open_async(self, prompt: Iterable[int], **asked: Any) -> Session:
-        """`open`, and what it takes, for a task: it waits without a thread, and one that is cancelled leaves the queue."""
-        session, request, wait_s = self._asked(prompt, **asked)
-        admit = await self._opener.admit_async(request, wait_s)
-        opening = asyncio.ensure_future(asyncio.to_thread(self._opener.open_admitted, request, admit))
-        try:
-            await asyncio.shield(opening)
-        except asyncio.CancelledError:
-            await asyncio.wait([opening])
-            await asyncio.to_thread(self._opener.close, session.id)
-            raise
+    async def open_async(
+        self,
+        prompt: Iterable[int],
+        *,
+        max_new_tokens: int | None = None,
+        speculate: int = 0,
+        recurrent: Recurrent = "replay",
+        snapshots: int = 1,
+        timeout: float | None = None,
+        tenant: str = "",
+    ) -> Session:
+        """`open` for a task: it waits without a thread, and one that is cancelled leaves the queue. Raises as `open`."""
+        session, request, wait_s = self._asked(prompt, max_new_tokens, speculate, recurrent, snapshots, timeout, tenant)
+        await self._opener.open_async(request, wait_s)
         self._sessions[session.id] = session
         return session
 
@@ -234,12 +236,12 @@ class Pipeline:
     def _asked(
         self,
         prompt: Iterable[int],
-        max_new_tokens: int | None = None,
-        speculate: int = 0,
-        recurrent: Recurrent = "replay",
-        snapshots: int = 1,
-        timeout: float | None = None,
-        tenant: str = "",
+        max_new_tokens: int | None,
+        speculate: int,
+        recurrent: Recurrent,
+        snapshots: int,
+        timeout: float | None,
+        tenant: str,
     ) -> tuple[Session, Request, float]:
         """The session that is asked for, not open yet, its request for bytes, and the seconds it may wait."""
         tokens = checked_prompt(prompt, self.cfg.n_vocab, self.max_ctx)

@@ -115,7 +115,7 @@ def test_a_deferral_names_the_stage_that_binds_and_a_refusal_in_the_queue_leaves
     charges = COST.charges(SessionShape(100))
     short = [2 * c - int(1.5 * c) for c in charges]
     assert deferred.short_by == max(short) and deferred.stage == short.index(max(short))
-    assert f"{deferred.short_by} short" in deferred.message
+    assert f"{deferred.short_by:,} short" in deferred.message
     desk.admission.release(1)
     assert isinstance(desk.ask(3), Admit)
 
@@ -127,7 +127,7 @@ def test_the_queue_is_first_come_first_served():
     desk.admission.release(1)
     assert not admitted(large) and not admitted(small)  # the small one fits, and is not first
     newcomer = desk.ask(5, 1)
-    assert isinstance(newcomer, Defer) and newcomer.reason == "queue" and "2 that wait" in newcomer.message
+    assert isinstance(newcomer, Defer) and newcomer.reason == "queue" and "ahead of it (2)" in newcomer.message
     desk.admission.release(2)
     assert admitted(large) and admitted(small)
     assert isinstance(desk.ask(5, 1), Admit)
@@ -248,6 +248,26 @@ def test_a_tenant_holds_no_more_than_its_share_and_holds_nobody_else_back():
     assert desk.ledger.reserved == (0, 0) and not desk.admission._tenants._held
 
 
+def test_one_whose_tenant_is_over_its_share_does_not_stop_the_queue_behind_it():
+    desk = Desk(4, tenant_share=0.5)
+    for session, tenant in enumerate("aabb"):
+        desk.ask(session, tenant=tenant)
+    capped, other = desk.wait(10, tenant="a"), desk.wait(11, tenant="c")
+    desk.admission.release(3)
+    assert admitted(other) and not admitted(capped)
+
+
+def test_those_who_came_after_a_bypass_start_with_none():
+    desk = Desk(3, bypass=1)
+    desk.ask(1), desk.ask(2)
+    first = desk.wait(3, 190)
+    assert isinstance(desk.ask(4, 5), Admit) and isinstance(desk.ask(5, 5), Defer)
+    desk.admission.release(1), desk.admission.release(2)
+    assert admitted(first)
+    desk.wait(6, 190)
+    assert isinstance(desk.ask(7, 5), Admit) and isinstance(desk.ask(8, 5), Defer)
+
+
 def test_two_tenants_that_abort_between_reserve_and_allocate_leave_nothing_behind():
     """Both have their slabs, neither has opened; one leaves, then the other, then each again."""
     desk = Desk(2, tenant_share=0.5)
@@ -270,6 +290,9 @@ def test_retry_after_follows_how_long_sessions_hold_their_bytes():
     for _ in range(3000):
         slow.add(0.5)
     assert slow.typical_s <= 1
+    for _ in range(700):
+        slow.add(64.0)
+    assert slow.typical_s >= 64
     for seconds in (-1.0, 0.0, 1e12):
         quick.add(seconds)
     assert 0 < HoldTimes().retry_after_s(1, 0) <= 3600

@@ -174,6 +174,37 @@ def test_a_pipeline_that_closes_sends_those_who_wait_away(room_for):
         opened(pipe)
 
 
+def test_who_waits_sees_to_closes_that_were_cut_short(room_for):
+    """As when a finalizer has closed a session in the middle of another thread's step."""
+    pipe = room_for(1)
+    holder = opened(pipe)
+    thread = threading.Thread(target=lambda: opened(pipe, timeout=WAIT_S).close())
+    thread.start()
+    until(lambda: pipe._door.stats()["admission"]["waiting"] == 1)
+    pipe._sessions.pop(holder.id)
+    pipe._opener._ending.add(holder.id)
+    thread.join(WAIT_S)
+    assert not thread.is_alive()
+
+
+def test_who_waits_is_told_when_a_stage_is_lost(room_for, monkeypatch):
+    pipe, said = room_for(1), []
+    opened(pipe)
+
+    def client() -> None:
+        with pytest.raises(StageError, match="has failed while this session waited") as error:
+            opened(pipe, timeout=WAIT_S)
+        said.append(error)
+
+    thread = threading.Thread(target=client)
+    thread.start()
+    until(lambda: pipe._door.stats()["admission"]["waiting"] == 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(type(pipe.chain), "failed", True)
+        thread.join(WAIT_S)
+    assert said
+
+
 def test_an_interrupt_while_waiting_leaves_the_queue(room_for, monkeypatch):
     pipe = room_for(1)
     holder = opened(pipe)
@@ -236,7 +267,7 @@ def test_a_task_that_is_cancelled_while_its_stages_open_gives_everything_back(ro
         go.set()
         with pytest.raises(asyncio.CancelledError):
             await task
-        (await pipe.open_async(PROMPT, max_new_tokens=NEW)).close()
+        (await pipe.open_async(PROMPT, max_new_tokens=NEW, timeout=WAIT_S)).close()
 
     asyncio.run(tasks())
 
@@ -254,6 +285,7 @@ def test_a_stage_that_refuses_at_the_last_moment_costs_nothing_on_any(room_for, 
     monkeypatch.setattr(device, "slab", full)
     with pytest.raises(AdmissionError, match=f"stage {stage}: the device is full"):
         opened(pipe)
+    assert [d["reserved_bytes"] for d in pipe._door.stats()["devices"]] == [0, 0]
     assert [d["reserved_bytes"] + d["allocated_bytes"] for d in pipe.stats()["devices"]] == [0, 0]
     opened(pipe)
 
@@ -325,7 +357,7 @@ def test_stages_may_share_a_device(hybrid, charges, monkeypatch):
         with memra_pp.launch(hybrid, backend="local", stages=2, devices=devices, budget_bytes=[whole - 1, 1]) as pipe:
             with (
                 opened(pipe),
-                pytest.raises(AdmissionError, match=rf"device cpu:0 has 0 free \({whole} short\)"),
+                pytest.raises(AdmissionError, match=rf"device cpu:0 has 0 free \({whole:,} short\)"),
             ):
                 opened(pipe)
             [device] = pipe.stats()["devices"]
@@ -380,7 +412,7 @@ def test_a_tenant_s_cap_and_a_bypass_reach_admission(room_for):
 
 def test_a_verdict_of_admission_is_what_the_door_gives(room_for):
     pipe = room_for(1)
-    session, request, wait_s = pipe._asked(PROMPT, NEW)
+    session, request, wait_s = pipe._asked(PROMPT, NEW, 0, "replay", 1, None, "")
     admit = pipe._door.enter(request, wait_s, lambda: None)
     assert isinstance(admit, Admit) and pipe.stats()["devices"][0]["reserved_bytes"] == admit.charges[0]
     pipe._door.leave(session.id)

@@ -19,7 +19,8 @@ from ..kernels import CpuDev
 from ..kernels.cpu import available_bytes
 from ..models.protocol import Array, Segment, StageModel, StepBatch
 from . import frames, taps
-from .frames import ARGMAX, LOGITS, STEP, TOPK, Entry, Frame, Note
+from .answers import answers
+from .frames import ARGMAX, STEP, Entry, Frame, Note
 from .session import Captures, StageSession
 from .spec import StageSpec
 
@@ -293,7 +294,7 @@ class StageWorker:
             shape = (batch.n_logits if self._last else len(x), self._width)
             if y.shape != shape or y.dtype != _F32:
                 raise StageError(f"{self.spec}: the model returned {y.dtype} {y.shape} where float32 {shape} belongs")
-            out = _answers(batch, steps, y) if self._last else [np.ascontiguousarray(y)]
+            out = answers(batch, [entry.want for _, entry, _, _, _ in steps], y) if self._last else [np.ascontiguousarray(y)]
         except Exception as error:
             log.exception("%s: a step failed", self.spec)
             for i, _, session, _, _ in steps:
@@ -340,40 +341,3 @@ class StageWorker:
 
 def _has_step(steps: Sequence[_Step], session: int) -> bool:
     return any(step.session == session for _, step, _, _, _ in steps)
-
-
-def _answers(batch: StepBatch, steps: Sequence[_Step], logits: Array) -> list[Array]:
-    """One array a step that asked for something: its logits rows f32 `[n, n_vocab]`, their argmax i32 `[n]`, or the m best
-    of each, `TOPK` as i32 `[n, 2 * m]`."""
-    answers: list[Array] = []
-    at = 0
-    for segment, (_, entry, _, _, _) in zip(batch.segments, steps, strict=True):
-        if segment.logits:
-            rows = np.ascontiguousarray(logits[at : at + segment.logits])
-            answers.append(_answer(rows, entry.want))
-            at += segment.logits
-    return answers
-
-
-def _answer(rows: Array, want: int) -> Array:
-    if want == LOGITS:
-        return rows
-    if want == ARGMAX:
-        ids: Array = rows.argmax(-1).astype(np.int32)
-        _require_numbers(np.take_along_axis(rows, ids[:, None], 1))
-        return ids
-    _require_numbers(rows)
-    best = np.empty((len(rows), want - ARGMAX), TOPK)
-    for row, out in zip(rows, best, strict=True):
-        least = np.partition(row, -len(out))[-len(out)]
-        above = np.flatnonzero(row > least)
-        some = np.concatenate([above, np.flatnonzero(row == least)[: len(out) - len(above)]])
-        out["id"] = some[np.lexsort((some, -row[some]))]
-        out["logit"] = row[out["id"]]
-    return best.view(np.int32)
-
-
-def _require_numbers(logits: Array) -> None:
-    """No choice is made among logits that are not numbers (argmax picks a NaN if there is one)."""
-    if np.isnan(logits).any():
-        raise StageError("the logits hold a NaN, so none is the best: check the model's weights and its numbers")

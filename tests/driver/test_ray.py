@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from test_exactness import long_run
 
 import memra_pp
 from memra_pp.driver import heart
-from memra_pp.errors import ConfigError, StageError
+from memra_pp.errors import AdmissionError, ConfigError, StageError
 
 MARK = "MEMRA_TEST_MARK"
 
@@ -76,6 +77,28 @@ def test_speculation_on_the_real_weights_over_actors(cluster: None, gemma: Path)
         for draft in (memra_pp.Draft(k=8), memra_pp.Draft(k=3, by=lambda tokens, k: [5] * k)):
             assert list(pipe.generate(prompt, max_new_tokens=24, draft=draft)) == plain
         assert pipe.stats()["accepted"] > 5
+
+
+def test_actors_hold_what_admission_gave_out_and_sessions_wait_for_one_another(cluster: None, hybrid: Path) -> None:
+    """Two of three stages share a device: their slabs lie apart in one arena, which both map."""
+    devices = ["cpu:0", "cpu:1", "cpu:0"]
+    with memra_pp.launch(hybrid, stages=3, devices=devices, budget_bytes=[300_000, 300_000, 300_000]) as pipe:
+        sessions = []
+        with pytest.raises(AdmissionError, match="short"):
+            while True:
+                sessions.append(pipe.open([5, 6, 7], max_new_tokens=40))
+                list(sessions[-1].generate(3))
+        stats = pipe.stats()
+        for device in stats["devices"]:
+            assert device["reserved_bytes"] == device["allocated_bytes"] <= device["budget_bytes"]
+            assert device["free_bytes"] == device["largest_free_bytes"]
+        assert [d["stages"] for d in stats["devices"]] == [[0, 2], [1]] and len(sessions) == stats["sessions"] > 1
+        threading.Timer(0.2, sessions[0].close).start()
+        with pipe.open([5, 6, 7], max_new_tokens=40, timeout=60) as session:
+            assert len(list(session.generate(3))) == 3
+        for session in sessions:
+            session.close()
+        assert [d["reserved_bytes"] + d["allocated_bytes"] for d in pipe.stats()["devices"]] == [0, 0]
 
 
 def test_a_killed_stage_is_named_and_the_pipeline_closes(cluster: None, tiny: Path) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from .cost import CostModel
 from .holding import HoldTimes
@@ -113,8 +114,9 @@ class Admission:
         """Ends the wait of a request whose time is up."""
         if session in self._waiting:
             ticket = self._waiting[session]
-            late = _refused(self._behind(ticket.charges), "deadline", "its bytes did not come free in time")
-            self._tell(ticket, late)
+            ahead = list(takewhile(lambda other: other is not ticket, self._waiting.values()))
+            short = self._behind(ticket.charges, self._sum(ahead), len(ahead))
+            self._tell(ticket, _refused(short, "deadline", "its bytes did not come free in time"))
             self._unqueue(session)
             self._pump()
 
@@ -143,8 +145,7 @@ class Admission:
         self.ledger.rebuild()
         self._admitted = {session: record for session, record in self._admitted.items() if self.ledger.holds(session)}
         self._tenants.rebuild((tenant, charges) for _, tenant, charges in self._admitted.values())
-        none = [0] * len(self.ledger.homes)
-        self._wanted = [sum(column) for column in zip(none, *(t.charges for t in self._waiting.values()), strict=True)]
+        self._wanted = self._sum(self._waiting.values())
         self._pump()
 
     def stats(self) -> dict[str, float]:
@@ -158,7 +159,7 @@ class Admission:
             return self._never(request, 0, 0, "context", why)
         blocked = self._first_blocked() if self._waiting else None
         if blocked is not None and blocked.passed + self._overtaken >= self.bypass:
-            return self._impossible(request, charges) or self._behind(charges)
+            return self._impossible(request, charges) or self._behind(charges, self._wanted, len(self._waiting))
         verdict = self._try(request, charges)
         if blocked is not None and isinstance(verdict, Admit):
             self._overtaken += 1
@@ -212,6 +213,10 @@ class Admission:
         ticket = self._waiting.pop(session)
         self._wanted = [w - c for w, c in zip(self._wanted, ticket.charges, strict=True)]
 
+    def _sum(self, tickets: Iterable[Ticket]) -> list[int]:
+        """Bytes a stage that these want."""
+        return [sum(column) for column in zip([0] * len(self.ledger.homes), *(t.charges for t in tickets), strict=True)]
+
     def _tell(self, ticket: Ticket, verdict: Admit | Refuse) -> None:
         self._counts[type(verdict)] += 1
         ticket.outcome.set_result(verdict)
@@ -220,11 +225,11 @@ class Admission:
         reason: Reason = "fragmented" if short.of == "in one piece" else "bytes"
         return Defer(short.stage, short.short_by, self._retry_after(short.stage, short.short_by), reason, str(short))
 
-    def _behind(self, charges: tuple[int, ...]) -> Defer:
-        """For one that others are ahead of: what they and it need beyond what is free."""
-        short = self.ledger.shortage([w + c for w, c in zip(self._wanted, charges, strict=True)])
+    def _behind(self, charges: Sequence[int], wanted: Sequence[int], n: int) -> Defer:
+        """For one that `n` others, who want `wanted`, are ahead of: what they and it need beyond what is free."""
+        short = self.ledger.shortage([w + c for w, c in zip(wanted, charges, strict=True)])
         stage, short_by = (0, 0) if short is None else (short.stage, short.short_by)
-        ahead = f" and those ahead of it ({len(self._waiting)})" if self._waiting else ""
+        ahead = f" and those ahead of it ({n})" if n else ""
         message = f"stage {stage} is {short_by:,} bytes short for this session{ahead}"
         return Defer(stage, short_by, self._retry_after(stage, short_by), "queue", message)
 

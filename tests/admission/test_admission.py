@@ -172,6 +172,18 @@ def test_a_wait_ends_at_its_deadline_also_where_nobody_asks():
     assert isinstance(refused, Refuse) and refused.reason == "deadline" and refused.retry_after_s
 
 
+def test_a_refusal_after_waiting_counts_those_who_were_ahead_and_not_itself():
+    desk = Desk(1)
+    desk.ask(1)
+    charges = COST.charges(SessionShape(100))
+    tickets = [desk.wait(session) for session in (2, 3, 4)]
+    for session in (2, 4, 3):
+        desk.admission.expire(session)
+    refused = [ticket.outcome.result() for ticket in tickets]
+    assert [r.short_by for r in refused] == [max(charges), max(charges), 2 * max(charges)]
+    assert ["ahead of it (1)" in r.message for r in refused] == [False, False, True]
+
+
 def test_a_head_whose_time_is_up_holds_nobody_back():
     desk = Desk(2)
     desk.ask(1)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from memra_pp import cli
+from memra_pp.cache import KvPolicy
+from memra_pp.errors import ConfigError
 
 
 def run(*args: str | bytes, **env: str) -> subprocess.CompletedProcess[str]:
@@ -54,6 +56,24 @@ def test_text_and_table(gemma: Path) -> None:
     table = [line.split() for line in lines if line.strip()[:1].isdigit()]
     assert [row[1] for row in table[:3]] == ["0-3", "4-9", "10-17"]
     assert "tok/s" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("option", "ring"), [([], "all"), (["--ring", "off"], "off"), (["--ring", "step"], "step"), (["--ring", "all"], "all")]
+)
+def test_rings_are_an_option_before_the_environment(
+    gemma: Path, monkeypatch: pytest.MonkeyPatch, option: list[str], ring: str
+) -> None:
+    asked = []
+
+    def launch(*args: object, policy: KvPolicy, **options: object) -> None:
+        asked.append(policy)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr("memra_pp.cli.run.launch", launch)
+    monkeypatch.setenv("MEMRA_SWA_RING", "all")
+    assert cli.main(["run", str(gemma), "--prompt", "Hi", *option]) == 1
+    assert asked == [KvPolicy(ring=ring)]
 
 
 def test_speculation_reports_its_rounds(gemma: Path) -> None:

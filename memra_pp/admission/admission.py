@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 
 from .cost import CostModel
 from .holding import HoldTimes
 from .ledger import Ledger, Shortage
+from .outcome import Outcome
 from .shape import SessionShape, longest_ctx, slack_rows
 from .tenants import Tenants
 from .verdicts import Admit, Defer, Reason, Refuse, Verdict
 
-LOOKAHEAD = 64
+LOOKAHEAD = 16
 """Requests that do not fit, among which one that does is looked for when it may pass them."""
 
 MAX_WAITING = 1024
+"""Requests in the queue; of one tenant, no more than its share of them."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +41,15 @@ class Ticket:
     charges: tuple[int, ...]
     deadline: float
     passed: int = 0
-    outcome: Future[Admit | Refuse] = field(default_factory=Future)
+    outcome: Outcome = field(default_factory=Outcome)
 
 
 class Admission:
     """A strict FIFO queue before the ledger. Not thread-safe, and it waits for nothing: its owner locks and waits.
 
     The head is admitted as soon as it fits. One that does not fit may be passed by at most `bypass` others; one that only its
-    tenant's cap holds back, by any number. A decision looks at devices and at those waiting, never at live sessions.
+    tenant's cap holds back, by any number of other tenants' requests, and by none of its own. A decision looks at devices and
+    at those waiting, never at live sessions.
 
     Args:
         ledger: the devices' books.
@@ -74,6 +77,7 @@ class Admission:
         self._holding = HoldTimes()
         self._waiting: dict[int, Ticket] = {}
         self._wanted = [0] * len(ledger.homes)
+        self._queued: Counter[str] = Counter()
         self._admitted: dict[int, tuple[float, str, tuple[int, ...]]] = {}
         self._overtaken = 0
 
@@ -88,11 +92,11 @@ class Admission:
         charges = self.cost.charges(request.shape)
         verdict = self._decide(request, charges)
         if isinstance(verdict, Defer):
-            if len(self._waiting) < MAX_WAITING:
+            if self._room_for(request.tenant):
                 ticket = Ticket(request, charges, self._clock() + timeout_s)
                 self._queue(ticket)
                 return ticket
-            verdict = _refused(verdict, "waiting room", f"{MAX_WAITING} requests are waiting, and no more may")
+            verdict = _refused(verdict, "waiting room", f"{len(self._waiting)} requests are waiting, and no more may")
         self._counts[type(verdict)] += 1
         return verdict
 
@@ -111,13 +115,9 @@ class Admission:
             self._pump()
 
     def expire(self, session: int) -> None:
-        """Ends the wait of a request whose time is up."""
+        """Ends the wait of a request whose time is up; whoever fits then is admitted."""
         if session in self._waiting:
-            ticket = self._waiting[session]
-            ahead = list(takewhile(lambda other: other is not ticket, self._waiting.values()))
-            short = self._behind(ticket.charges, self._sum(ahead), len(ahead))
-            self._tell(ticket, _refused(short, "deadline", "its bytes did not come free in time"))
-            self._unqueue(session)
+            self._time_out(self._waiting[session])
             self._pump()
 
     def learn(self, stage: int, used: int) -> None:
@@ -146,6 +146,7 @@ class Admission:
         self._admitted = {session: record for session, record in self._admitted.items() if self.ledger.holds(session)}
         self._tenants.rebuild((tenant, charges) for _, tenant, charges in self._admitted.values())
         self._wanted = self._sum(self._waiting.values())
+        self._queued = Counter(ticket.request.tenant for ticket in self._waiting.values())
         self._pump()
 
     def stats(self) -> dict[str, float]:
@@ -157,12 +158,10 @@ class Admission:
         if request.shape.ctx > self.limit:
             why = f"a context of {request.shape.ctx} rows is longer than the {self.limit} of this pipeline"
             return self._never(request, 0, 0, "context", why)
-        blocked = self._first_blocked() if self._waiting else None
-        if blocked is not None and blocked.passed + self._overtaken >= self.bypass:
+        if self._waiting and self._comes_after(request.tenant):
             return self._impossible(request, charges) or self._behind(charges, self._wanted, len(self._waiting))
         verdict = self._try(request, charges)
-        if blocked is not None and isinstance(verdict, Admit):
-            self._overtaken += 1
+        self._overtaken += isinstance(verdict, Admit) and bool(self._waiting)
         return verdict
 
     def _try(self, request: Request, charges: tuple[int, ...]) -> Verdict:
@@ -177,40 +176,73 @@ class Admission:
         return self._impossible(request, charges) or self._later(got)
 
     def _pump(self) -> None:
-        """Admits those in the queue whose turn it is and who fit."""
-        now, blocked = self._clock(), list[Ticket]()
-        for session, ticket in list(self._waiting.items()):
-            if session not in self._waiting:
-                continue
+        """Admits those in the queue whose turn it is and who fit; those whose time is up are told so."""
+        now, ahead, blocked, held = self._clock(), list[Ticket](), list[Ticket](), set[str]()
+        for ticket in list(self._waiting.values()):
+            tenant = ticket.request.tenant
             if ticket.deadline <= now:
-                self.expire(session)
+                self._time_out(ticket)
                 continue
-            if blocked and (blocked[0].passed + self._overtaken >= self.bypass or len(blocked) > LOOKAHEAD):
-                return
-            verdict = self._try(ticket.request, ticket.charges)
-            if not isinstance(verdict, Defer):
-                self._tell(ticket, verdict)
-                self._unqueue(session)
-                for other in blocked:
-                    other.passed += isinstance(verdict, Admit)
-            elif verdict.reason != "tenant":
-                blocked.append(ticket)
+            if tenant not in held:
+                if blocked and (self._passed(blocked[0]) >= self.bypass or len(blocked) > LOOKAHEAD):
+                    return
+                verdict = self._try(ticket.request, ticket.charges)
+                if not isinstance(verdict, Defer):
+                    self._tell(ticket, verdict)
+                    self._unqueue(ticket.request.session)
+                    for other in ahead if isinstance(verdict, Admit) else ():
+                        other.passed += 1
+                    continue
+                if verdict.reason == "tenant":
+                    held.add(tenant)
+                else:
+                    blocked.append(ticket)
+            ahead.append(ticket)
+
+    def _comes_after(self, tenant: str) -> bool:
+        """Whether one of this tenant who comes now has to wait behind those in the queue."""
+        first = self._first_blocked()
+        if first is not None and first.deadline <= self._clock():
+            self._pump()
+            first = self._first_blocked()
+        own = self._tenants.share is not None and tenant in self._queued
+        return own or (first is not None and self._passed(first) >= self.bypass)
 
     def _first_blocked(self) -> Ticket | None:
-        """The first in the queue that more than its tenant's cap holds back."""
-        while True:
-            ticket = next((t for t in self._waiting.values() if self._tenants.allow(t.request.tenant, t.charges)), None)
-            if ticket is None or ticket.deadline > self._clock():
-                return ticket
-            self.expire(ticket.request.session)
+        """The first in the queue that more than its tenant's cap holds back. Whoever passed one has passed all before it, so
+        that none behind it was passed as often."""
+        held = set[str]()
+        for ticket in self._waiting.values():
+            tenant = ticket.request.tenant
+            if tenant not in held:
+                if self._tenants.allow(tenant, ticket.charges):
+                    return ticket
+                held.add(tenant)
+        return None
+
+    def _passed(self, ticket: Ticket) -> int:
+        return ticket.passed + self._overtaken
+
+    def _room_for(self, tenant: str) -> bool:
+        """Whether one more of this tenant may wait."""
+        own = MAX_WAITING if self._tenants.share is None else max(1, int(MAX_WAITING * self._tenants.share))
+        return len(self._waiting) < MAX_WAITING and self._queued[tenant] < own
+
+    def _time_out(self, ticket: Ticket) -> None:
+        ahead = list(takewhile(lambda other: other is not ticket, self._waiting.values()))
+        short = self._behind(ticket.charges, self._sum(ahead), len(ahead))
+        self._tell(ticket, _refused(short, "deadline", "its bytes did not come free in time"))
+        self._unqueue(ticket.request.session)
 
     def _queue(self, ticket: Ticket) -> None:
         ticket.passed = -self._overtaken  # newcomers that pass, pass all that wait: they are counted in one place
         self._waiting[ticket.request.session] = ticket
+        self._queued[ticket.request.tenant] += 1
         self._wanted = [w + c for w, c in zip(self._wanted, ticket.charges, strict=True)]
 
     def _unqueue(self, session: int) -> None:
         ticket = self._waiting.pop(session)
+        self._queued -= Counter([ticket.request.tenant])
         self._wanted = [w - c for w, c in zip(self._wanted, ticket.charges, strict=True)]
 
     def _sum(self, tickets: Iterable[Ticket]) -> list[int]:
@@ -219,7 +251,7 @@ class Admission:
 
     def _tell(self, ticket: Ticket, verdict: Admit | Refuse) -> None:
         self._counts[type(verdict)] += 1
-        ticket.outcome.set_result(verdict)
+        ticket.outcome.tell(verdict)
 
     def _later(self, short: Shortage) -> Defer:
         reason: Reason = "fragmented" if short.of == "in one piece" else "bytes"

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ..cache import (
     PRIME_CHUNK_MAX_TOKENS,
     KvPolicy,
+    cache_allocated_bytes_for_layers,
     cache_bytes_per_token_for_layers,
     cache_fixed_bytes_for_layers,
     cache_snapshot_bytes_for_layers,
@@ -77,9 +78,11 @@ class StagePlan:
     Attributes:
         memory_bytes: of its device, off which `reserve_bytes`, `workspace_bytes` and `weight_bytes` are taken.
         token_bytes: a session's cache of one token. A ring holds no more tokens than its rows.
-        fixed_bytes: a session's cache that no context changes.
         snapshot_bytes: one copy of a session's recurrent state.
-        session_bytes: the slab that a session is charged, all of that together.
+        rows_bytes: a session's cache of its context, rings no longer than they get.
+        fixed_bytes: a session's cache that no context changes.
+        copies_bytes: every copy of a session's recurrent state, of snapshots and of kept states.
+        session_bytes: the slab that a session is charged: rows, fixed bytes, copies and `padding_bytes`.
         sessions: how many fit here (None: any number, as they hold nothing here).
         free_bytes: left beside the sessions that were asked for, else those that the cut holds and at least one. Below 0:
             what they lack.
@@ -93,8 +96,10 @@ class StagePlan:
     workspace_bytes: int
     weight_bytes: int
     token_bytes: int
-    fixed_bytes: int
     snapshot_bytes: int
+    rows_bytes: int
+    fixed_bytes: int
+    copies_bytes: int
     session_bytes: int
     sessions: int | None
     free_bytes: int
@@ -102,12 +107,24 @@ class StagePlan:
     @property
     def room_bytes(self) -> int:
         """For sessions; below 0 where the weights do not fit."""
-        return self.memory_bytes - self.reserve_bytes - self.workspace_bytes - self.weight_bytes
+        return self.memory_bytes - self.kept_bytes - self.weight_bytes
 
     @property
-    def bound_by(self) -> Literal["weights", "cache"]:
-        """What the device is mostly for: the weights, or sessions' cache."""
-        return "weights" if self.weight_bytes > self.room_bytes else "cache"
+    def kept_bytes(self) -> int:
+        """For workspace and reserve."""
+        return self.workspace_bytes + self.reserve_bytes
+
+    @property
+    def padding_bytes(self) -> int:
+        """What rounding adds to a session: of its buffers, and of the slab to the device's granularity."""
+        return self.session_bytes - self.rows_bytes - self.fixed_bytes - self.copies_bytes
+
+    @property
+    def bound_by(self) -> Literal["weights", "workspace and reserve", "cache"]:
+        """What takes the most of the device."""
+        if max(self.weight_bytes, self.kept_bytes) <= self.room_bytes:
+            return "cache"
+        return "weights" if self.weight_bytes >= self.kept_bytes else "workspace and reserve"
 
 
 @dataclass(frozen=True)
@@ -144,6 +161,11 @@ class Plan:
         """What the best cut is compared with: the one asked for, else the even one."""
         return self.given or self.even
 
+    @property
+    def advised(self) -> CutPlan:
+        """The one asked for, else the best one."""
+        return self.given or self.best
+
 
 def plan(
     cfg: ModelConfig,
@@ -167,7 +189,7 @@ def plan(
 
     Args:
         devices: one a stage; `budget` is all of its memory, in bytes.
-        ctx: rows of a session's context.
+        ctx: rows of a session's context, all of them: `session_ctx` of its prompt and new tokens.
         sessions: how many are to fit (None: as many as do).
         weights: their bytes (default: `estimate_weight_bytes`; `setup.weights.estimated` says which they are).
         snapshots: most live snapshots of a session; `recurrent` and `speculate`: how it rolls back, and drafts a round.
@@ -176,13 +198,15 @@ def plan(
         max_rows: most rows of one step, for which workspace is kept.
 
     Raises:
-        ConfigError: a number out of its bounds, more devices than the model can be cut for, a fence that is not the model's
-            or not of one stage a device, or weights that cannot be estimated or are of another number of layers.
+        ConfigError: a number out of its bounds, drafts without a snapshot, more devices than the model can be cut for, a
+            fence that is not the model's or not of one stage a device, or weights that cannot be estimated or are of another
+            number of layers.
         InputError: `recurrent` is neither replay nor states.
     """
     max_rows = checked_int(ConfigError, "max_rows", max_rows, 1, PRIME_CHUNK_MAX_TOKENS)
     require(len(devices) > 0, ConfigError, "devices", list(devices), "at least one, one a stage")
     for device in devices:
+        require(isinstance(device, Device), ConfigError, "devices", device, 'a Device each, such as Device("gpu 0", 80 << 30)')
         checked_int(ConfigError, f"memory of {device.name}", device.budget, 1, _MAX_BYTES)
         checked_int(ConfigError, f"granularity of {device.name}", device.granularity, 1, _MAX_BYTES)
     if type(ctx) is not int or not 1 <= ctx <= cfg.max_ctx:
@@ -193,6 +217,8 @@ def plan(
         checked_recurrent(recurrent),
         checked_int(ConfigError, "speculate", speculate, 0, max_rows - 1),
     )
+    if shape.speculate and not shape.snapshots:
+        raise ConfigError(f"speculate={shape.speculate} with snapshots=0: drafts are rolled back to a snapshot, so give 1")
     if sessions is not None:
         checked_int(ConfigError, "sessions", sessions, 1, _MAX_BYTES)
     setup = Setup(
@@ -215,7 +241,7 @@ def planned(setup: Setup, asked: int | None, fence: Sequence[int] | None = None)
     """
     cfg, stages = setup.cfg, len(setup.devices)
     if fence is not None and len(check_fence(cfg, fence)) - 1 != stages:
-        raise ConfigError(f"fence {list(fence)}: it makes {len(fence) - 1} stages, and there are {stages} devices: one a stage")
+        raise ConfigError(f"fence {list(fence)}: stages={len(fence) - 1}, devices={stages}; there must be one a stage")
     best = best_fence(cfg, setup.policy, setup.shape, setup.budgets, setup.weights)
     return Plan(
         setup,
@@ -254,29 +280,37 @@ def _cut(setup: Setup, asked: int | None, fence: Fence) -> CutPlan:
     fits = [sessions_in(room, slab) for room, slab in zip(rooms, slabs, strict=True)]
     binding = min(stages, key=lambda s: (fits[s], rooms[s] - (fits[s] + 1) * slabs[s]))
     held = asked or max(1, _counted(fits[binding]) or 0)
-    return CutPlan(
-        fence,
-        tuple(
-            StagePlan(
-                stage=s,
-                device=setup.devices[s].name,
-                layers=layers[s],
-                memory_bytes=setup.devices[s].budget,
-                reserve_bytes=setup.reserve,
-                workspace_bytes=setup.workspaces[s],
-                weight_bytes=weights[s],
-                token_bytes=cache_bytes_per_token_for_layers(cfg, layers[s].start, layers[s].stop, policy=setup.policy),
-                fixed_bytes=cache_fixed_bytes_for_layers(cfg, layers[s].start, layers[s].stop, policy=setup.policy),
-                snapshot_bytes=cache_snapshot_bytes_for_layers(cfg, layers[s].start, layers[s].stop),
-                session_bytes=slabs[s],
-                sessions=_counted(fits[s]),
-                free_bytes=rooms[s] - held * slabs[s],
-            )
-            for s in stages
-        ),
-        _counted(fits[binding]),
-        binding,
+    planned = tuple(
+        StagePlan(
+            stage=s,
+            device=setup.devices[s].name,
+            layers=layers[s],
+            memory_bytes=setup.devices[s].budget,
+            reserve_bytes=setup.reserve,
+            workspace_bytes=setup.workspaces[s],
+            weight_bytes=weights[s],
+            session_bytes=slabs[s],
+            sessions=_counted(fits[s]),
+            free_bytes=rooms[s] - held * slabs[s],
+            **_cache_parts(setup, layers[s]),
+        )
+        for s in stages
     )
+    return CutPlan(fence, planned, _counted(fits[binding]), binding)
+
+
+def _cache_parts(setup: Setup, layers: range) -> dict[str, int]:
+    """What a session's slab is made of, before any rounding."""
+    cfg, lo, hi, policy = setup.cfg, layers.start, layers.stop, setup.policy
+    fixed = cache_fixed_bytes_for_layers(cfg, lo, hi, policy=policy)
+    snapshot = cache_snapshot_bytes_for_layers(cfg, lo, hi)
+    return {
+        "token_bytes": cache_bytes_per_token_for_layers(cfg, lo, hi, policy=policy),
+        "snapshot_bytes": snapshot,
+        "rows_bytes": cache_allocated_bytes_for_layers(cfg, lo, hi, setup.shape.ctx, policy=policy) - fixed,
+        "fixed_bytes": fixed,
+        "copies_bytes": setup.shape.slots * snapshot,
+    }
 
 
 def _counted(fits: int) -> int | None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ..admission.shape import slack_rows
 from ..cache.formats import K_CHOICES, V_CHOICES
 from ..errors import MemraError
 from .demo import demo_weights
-from .options import count, cuts, size, sizes
+from .options import count, cuts, positive, size, sizes, weights
 
 __all__ = ["demo_weights", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `memra-pp` command; its exit code: 0, 1 for an error said in one line, 2 for bad usage, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to fail
     args = _parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
     try:
@@ -44,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line, as all of the command's are."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"memra-pp: error: {message}; see {self.prog} --help\n")
+        self.exit(2, f"memra-pp: error: {' '.join(message.split())}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -71,11 +76,19 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--devices", type=sizes, required=True, help="each stage's memory in order, such as 80GiB,80GiB,48GiB or 8x80GiB"
     )
-    plan.add_argument("--ctx", type=count, required=True, help="rows of every session's context")
-    plan.add_argument("--sessions", type=count, metavar="N", help="how many are to fit (default: as many as do)")
-    plan.add_argument("--cuts", type=cuts, help="a cut to compare, first layer of every stage after the first (default: even)")
+    plan.add_argument(
+        "--ctx",
+        type=positive,
+        required=True,
+        help=f"rows of every session, all of them: prompt, new tokens and {slack_rows(0)} of slack ({slack_rows(1)} when "
+        "speculating); 32k is 32,768",
+    )
+    plan.add_argument("--sessions", type=positive, metavar="N", help="how many are to fit (default: as many as do)")
+    plan.add_argument(
+        "--cuts", type=cuts, help="the cut to use, first layer of every stage after the first (default: the best)"
+    )
     _add_formats(plan)
-    plan.add_argument("--ring", choices=("off", "step", "all"), help="hold windows in rings (default: MEMRA_SWA_RING or off)")
+    plan.add_argument("--weights", type=weights, help="what they take, such as 40GiB or 4.5bpw (default: as the files say)")
     plan.add_argument("--speculate", type=count, default=0, metavar="K", help="most drafts a round (default: 0, none)")
     plan.add_argument("--snapshots", type=count, default=1, metavar="N", help="most live snapshots a session (default: 1)")
     plan.add_argument(
@@ -91,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_formats(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-k", choices=K_CHOICES, help="K format (default: MEMRA_KV_K or q8_0)")
     parser.add_argument("--kv-v", choices=V_CHOICES, help="V format (default: MEMRA_KV_V or q5_1)")
+    parser.add_argument("--ring", choices=("off", "step", "all"), help="hold windows in rings (default: MEMRA_SWA_RING or off)")
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -1,23 +1,37 @@
-"""What the command's options are read into: numbers, cuts, sizes and devices."""
+"""What the command's options are read into: numbers, cuts, sizes, devices, weights and formats."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
+from functools import partial
+from itertools import groupby
+
+from ..cache import KvPolicy
+from ..config import ModelConfig, WeightBytes
+from ..config.weight_bytes import weights_of_bits, weights_of_total
 
 MAX_DEVICES = 4096
 MAX_SIZE = 1 << 60
+LEAST_DEVICE = 1 << 20
 
+_NAMED = {
+    **{f"{prefix}iB": 1024**n for n, prefix in reversed([*enumerate("KMGT", 1)])},
+    **{f"{prefix}B": 1000**n for n, prefix in reversed([*enumerate("KMGT", 1)])},
+}
 UNITS = {
     "": 1,
     "b": 1,
     "bytes": 1,
-    **{f"{prefix}b": 1000**n for n, prefix in enumerate("kmgt", 1)},
-    **{f"{prefix}ib": 1024**n for n, prefix in enumerate("kmgt", 1)},
+    **{name.lower(): n for name, n in _NAMED.items()},
+    **{name.lower().removesuffix("b"): n for name, n in _NAMED.items()},
 }
 _SIZE = re.compile(r"(\d{1,20}(?:\.\d{1,9})?) ?([a-z]*)", re.ASCII | re.IGNORECASE)
+_BITS = re.compile(r"(\d{1,2}(?:\.\d{1,9})?) ?bpw", re.ASCII | re.IGNORECASE)
 _MANY = re.compile(r"(\d{1,9})x(.*)", re.ASCII | re.IGNORECASE)
 
 
@@ -26,6 +40,14 @@ def count(text: str) -> int:
     if not text.isdecimal() or len(text) > 12:
         raise argparse.ArgumentTypeError(f"{text[:20]!r}: a number, 0 or more")
     return int(text)
+
+
+def positive(text: str) -> int:
+    """A whole number, 1 or more; `32k` is 32,768."""
+    digits = text.removesuffix("k").removesuffix("K")
+    if not digits.isdecimal() or len(digits) > 12 or (number := int(digits) * (1 if digits == text else 1024)) < 1:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r}: a number from 1, such as 64 or 32k")
+    return number
 
 
 def cuts(text: str) -> list[int]:
@@ -55,11 +77,41 @@ def sizes(text: str) -> list[int]:
             raise argparse.ArgumentTypeError(
                 f"{part[:40]!r}: 1 to {MAX_DEVICES} devices, each with some memory, such as 8x80GiB"
             )
+        if each < LEAST_DEVICE:
+            raise argparse.ArgumentTypeError(f"{each:,} bytes: did you mean {each}GiB?")
         out += [each] * n
     return out
 
 
-def with_formats(kv_k: str | None, kv_v: str | None) -> dict[str, str]:
-    """The environment, the formats that were given before it."""
-    given = {"MEMRA_KV_K": kv_k, "MEMRA_KV_V": kv_v}
-    return {**os.environ, **{name: value for name, value in given.items() if value is not None}}
+def spelled(nbytes: int) -> str:
+    """Bytes as `size` reads them back: from MB on in the unit that needs the fewest characters."""
+    texts = [(f"{nbytes / unit:.3f}".rstrip("0").rstrip(".") + name, unit) for name, unit in _NAMED.items() if unit > 1024]
+    return min([text for text, unit in texts if nbytes >= unit and size(text) == nbytes] or [str(nbytes)], key=len)
+
+
+def spelled_devices(memory: Sequence[int]) -> str:
+    """Devices as `sizes` reads them back."""
+    runs = [(len([*run]), spelled(nbytes)) for nbytes, run in groupby(memory)]
+    return ",".join(each if n == 1 else f"{n}x{each}" for n, each in runs)
+
+
+def weights(text: str) -> Callable[[ModelConfig], WeightBytes]:
+    """What a model's weights take: a total such as `40GiB`, or bits a parameter such as `4.5bpw`."""
+    if bits := _BITS.fullmatch(text.strip()):
+        if not 0 < (each := Fraction(bits[1])) <= 64:
+            raise argparse.ArgumentTypeError(f"{text[:40]!r}: more than 0 and at most 64 bits a parameter, such as 4.5bpw")
+        return partial(weights_of_bits, bits=each)
+    try:
+        total = size(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: a size such as 40GiB, or bits such as 4.5bpw") from None
+    if total < LEAST_DEVICE:
+        raise argparse.ArgumentTypeError(f"{total:,} bytes: did you mean {total}GiB, or {total}bpw?")
+    return partial(weights_of_total, total=total)
+
+
+def policy(args: argparse.Namespace) -> KvPolicy:
+    """The formats and rings that were given, else those of the environment."""
+    given = {"MEMRA_KV_K": args.kv_k, "MEMRA_KV_V": args.kv_v}
+    chosen = KvPolicy.from_env({**os.environ, **{name: value for name, value in given.items() if value is not None}})
+    return chosen if args.ring is None else replace(chosen, ring=args.ring)

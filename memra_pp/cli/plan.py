@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from .. import admission
 from ..admission import CutPlan, Device, Plan
 from ..admission.planner import RESERVE_BYTES
-from ..cache import KvPolicy
-from ..config import ModelConfig, read_weight_bytes
+from ..config import ModelConfig, WeightBytes, read_weight_bytes
 from ..config.fence import fence_from_cuts
-from .advice import Alternative, alternatives
-from .options import with_formats
+from ..errors import ConfigError
+from .advice import Advice, advice
+from .options import policy
 from .plan_text import plan_text
 
 
@@ -22,25 +22,32 @@ def plan(args: argparse.Namespace) -> None:
     """Plans, and prints it."""
     cfg = ModelConfig.from_path(args.model)
     cfg = cfg.without_mtp() if args.no_mtp else cfg
-    policy = KvPolicy.from_env(with_formats(args.kv_k, args.kv_v))
     planned = admission.plan(
         cfg,
         [Device(f"device {s}", memory) for s, memory in enumerate(args.devices)],
         args.ctx,
         args.sessions,
-        policy if args.ring is None else replace(policy, ring=args.ring),
-        weights=read_weight_bytes(args.model, cfg),
+        policy(args),
+        weights=_weights(args, cfg),
         snapshots=args.snapshots,
         recurrent=args.recurrent,
         speculate=args.speculate,
         fence=None if args.cuts is None else fence_from_cuts(cfg, args.cuts),
         reserve=RESERVE_BYTES if args.reserve is None else args.reserve,
     )
-    better = alternatives(planned)
-    print(json.dumps(plan_json(planned, better)) if args.json else plan_text(planned, better))
+    helps = advice(planned)
+    print(json.dumps(plan_json(planned, helps)) if args.json else plan_text(planned, helps))
 
 
-def plan_json(plan: Plan, better: list[Alternative]) -> dict[str, Any]:
+def _weights(args: argparse.Namespace, cfg: ModelConfig) -> WeightBytes:
+    try:
+        given: WeightBytes = read_weight_bytes(args.model, cfg) if args.weights is None else args.weights(cfg)
+        return given
+    except ConfigError as error:
+        raise ConfigError(f"{error}; or say what the weights take, such as --weights 40GiB") from error
+
+
+def plan_json(plan: Plan, helps: Advice) -> dict[str, Any]:
     """Everything, sizes in bytes; `sessions` of null are any number."""
     setup = plan.setup
     return {
@@ -54,6 +61,7 @@ def plan_json(plan: Plan, better: list[Alternative]) -> dict[str, Any]:
         "given": plan.given and _cut_json(plan.given),
         "even": _cut_json(plan.even),
         "best": _cut_json(plan.best),
+        "devices_needed": helps.devices_needed,
         "alternatives": [
             {
                 "change": a.change,
@@ -62,13 +70,19 @@ def plan_json(plan: Plan, better: list[Alternative]) -> dict[str, Any]:
                 "best_sessions": a.plan.best.sessions,
                 "best_cuts": a.plan.best.fence[1:-1],
             }
-            for a in better
+            for a in helps.alternatives
         ],
     }
 
 
 def _cut_json(cut: CutPlan) -> dict[str, Any]:
     stages = [
-        {**asdict(stage), "layers": [stage.layers.start, stage.layers.stop], "bound_by": stage.bound_by} for stage in cut.stages
+        {
+            **asdict(stage),
+            "layers": [stage.layers.start, stage.layers.stop],
+            "padding_bytes": stage.padding_bytes,
+            "bound_by": stage.bound_by,
+        }
+        for stage in cut.stages
     ]
     return {"cuts": cut.fence[1:-1], "sessions": cut.sessions, "binding_stage": cut.binding, "stages": stages}

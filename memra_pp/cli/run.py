@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..cache import KvPolicy
 from ..config import ModelConfig
 from ..driver.cut import fence_for
 from ..driver.drafters import Draft
@@ -22,7 +21,7 @@ from ..errors import InputError
 from ..models import load_tokenizer
 from ..models.tokenizer import Tokenizer
 from .demo import demo_weights
-from .options import with_formats
+from .options import policy
 from .table import columns
 
 BAR_WIDTH = 24
@@ -31,7 +30,7 @@ BAR_WIDTH = 24
 def run(args: argparse.Namespace) -> None:
     """Continues a text, and reports on every stage."""
     model = demo_weights() if args.model is None else Path(args.model)
-    policy = KvPolicy.from_env(with_formats(args.kv_k, args.kv_v))
+    formats = policy(args)
     ids, tokenizer = _encoded(model, args)
     draft = _draft(args, model)
     started = time.perf_counter()
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
         cuts=args.cuts,
         balance=args.balance,
         backend=args.backend,
-        policy=policy,
+        policy=formats,
         max_ctx=args.max_ctx,
         threads=args.threads,
         progress=steps,

@@ -78,6 +78,8 @@ def read_text(arch: str, raw: Mapping[str, Any], where: str, spelled: Mapping[st
 
 
 def _load(path: Path) -> Mapping[str, Any]:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path}: not a file; give a config.json or a directory with one")
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

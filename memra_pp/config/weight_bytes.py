@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
+from fractions import Fraction
+from math import ceil
 from os import PathLike
 from pathlib import Path
 from typing import TypeAlias
 
 from ..errors import ConfigError
 from .families import n_mtp
-from .fields import MAX_VOCAB, Fields, show
+from .fields import Fields, show
 from .gguf_file import open_gguf
 from .model import ModelConfig
 from .safetensors_file import open_safetensors
-from .weight_estimate import Tensor, tensors_of
+from .weight_estimate import tensors_of
+from .weight_storage import module_name, storage_of
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,20 @@ class WeightBytes:
         once = self.head_matrix if self.tied and first and last else 0
         ends = (self.embedding if first else 0) + (self.head if last else 0) - once
         return sum(self.layers[il] for il in layers) + ends
+
+    @property
+    def whole(self) -> int:
+        """Bytes of the checkpoint: what a single stage holds."""
+        return self.of_stage(range(len(self.layers)), first=True, last=True)
+
+    def scaled(self, total: int, source: str) -> WeightBytes:
+        """`total` bytes shared out in these proportions, to the byte; what rounding leaves is the embedding's."""
+        whole = self.whole
+        layers = tuple(n * total // whole for n in self.layers)
+        matrix = self.head_matrix * total // whole
+        end = (self.head - self.head_matrix) * total // whole
+        embedding = total - sum(layers) - end - (0 if self.tied else matrix)
+        return replace(self, layers=layers, embedding=embedding, head=matrix + end, head_matrix=matrix, source=source)
 
 
 def read_weight_bytes(path: str | PathLike[str], cfg: ModelConfig) -> WeightBytes:
@@ -76,112 +93,43 @@ def estimate_weight_bytes(cfg: ModelConfig) -> WeightBytes:
     return _estimate(cfg, "config")
 
 
-def _estimate(cfg: ModelConfig, where: str, why: str = "") -> WeightBytes:
-    storage = _storage(cfg, where)
-    tensors = ((tensor.name, storage.nbytes(tensor)) for tensor in tensors_of(cfg, where))
-    layers, parts, _ = _sort(cfg, where, _hf_place, tensors)
-    tied = not parts[_Part.MATRIX]
-    return _weight_bytes(layers, parts, tied, True, f"estimated: {storage.label}{why}")
+def weights_of_total(cfg: ModelConfig, total: int) -> WeightBytes:
+    """`total` bytes, shared out as the estimate is, or evenly over layers where the config cannot be estimated."""
+    given = f"given: {total / (1 << 30):,.1f} GiB"
+    try:
+        return estimate_weight_bytes(cfg).scaled(total, f"{given}, shared out as an estimate is")
+    except ConfigError:
+        even = WeightBytes((1,) * cfg.n_layer, 0, 0, False, True, "")
+        return even.scaled(total, f"{given}, evenly over layers, as the config is too short for an estimate")
 
 
-_ELEMENTS: Mapping[str, tuple[str, int]] = {
-    "bfloat16": ("bf16", 2),
-    "float16": ("f16", 2),
-    "float32": ("f32", 4),
-    "float64": ("f64", 8),
-}
-"""A config's `dtype` -> its short name and bytes an element."""
-
-
-@dataclass(frozen=True)
-class _Storage:
-    """How a checkpoint stores its elements: `element` bytes each, but packable matrices as `packed(rows, cols)` bytes.
-
-    `only` is a part that a packed tensor's name has to hold; the modules in `kept` are not packed.
-    """
-
-    label: str
-    element: int
-    packed: Callable[[int, int], int] | None = None
-    only: str = ""
-    kept: frozenset[str] = frozenset()
-
-    def nbytes(self, tensor: Tensor) -> int:
-        """Bytes of a tensor, scales included."""
-        if self.packed is None or not tensor.packable or self.only not in tensor.name or self._keeps(tensor.name):
-            return tensor.rows * tensor.cols * self.element
-        return self.packed(tensor.rows, tensor.cols)
-
-    def _keeps(self, name: str) -> bool:
-        """Whether `kept` names the module or a module around it; `*` stands for a layer's number."""
-        exact = _module(name).removesuffix(".weight").split(".")
-        starred = ["*" if part.isdigit() else part for part in exact]
-        ends = [(a, b) for a in range(len(exact)) for b in range(a + 1, len(exact) + 1)]
-        return bool(self.kept) and any(".".join(parts[a:b]) in self.kept for parts in (exact, starred) for a, b in ends)
-
-
-def _module(name: str) -> str:
-    """A tensor's or module's name without the wrappers that checkpoints differ in, `model.` and `language_model.`."""
-    while name.startswith(("model.", "language_model.")):
-        name = name.partition(".")[2]
-    return name
-
-
-def _storage(cfg: ModelConfig, where: str) -> _Storage:
-    """How the config says that the weights are stored: `dtype` (bf16 where none is named) and `quantization_config`.
-
-    A quantisation that is not known here counts as none, which over-estimates; the label says so.
+def weights_of_bits(cfg: ModelConfig, bits: Fraction) -> WeightBytes:
+    """`bits` a parameter.
 
     Raises:
-        ConfigError: a field of the wrong type or range, named.
+        ConfigError: as `estimate_weight_bytes`; the parameters are counted as there.
     """
-    f = Fields(cfg.arch, cfg.hparams, where)
-    name = "dtype" if f.given("dtype") else "torch_dtype"
-    dtype = f.raw.get(name) or "bfloat16"
-    if not isinstance(dtype, str) or dtype.removeprefix("torch.") not in _ELEMENTS:
-        raise f.bad(name, f"one of {', '.join(_ELEMENTS)}")
-    label, element = _ELEMENTS[dtype.removeprefix("torch.")]
-    quant = f.inside("quantization_config")
-    if not quant.raw:
-        return _Storage(label, element)
-    listed = quant.raw.get("modules_to_not_convert") or ()
-    if not isinstance(listed, (list, tuple)) or not all(isinstance(module, str) for module in listed):
-        raise quant.bad("modules_to_not_convert", "a list of module names")
-    kept = frozenset(_module(module) for module in listed)
-    match quant.raw.get("quant_method"):
-        case "mxfp4":
-            return _Storage(f"{label}, experts mxfp4", element, _mxfp4, "experts.", kept)
-        case "fp8":
-            return _Storage(f"{label}, matrices fp8", element, _fp8(quant), kept=kept)
-        case "awq" | "gptq" as method:
-            bits = quant.count("bits", most=8)
-            return _Storage(f"{label}, matrices {method} {bits} bit", element, _grouped(quant, bits), kept=kept)
-        case other:
-            return _Storage(f"{label} (quantisation {show(other)} is not known here, so this is too much)", element)
+    counted = [(tensor.name, tensor.rows * tensor.cols) for tensor in tensors_of(cfg, "config")]
+    parameters = sum(n for _, n in counted)
+    source = f"given: {float(bits):g} bits for each of {_large(parameters)} parameters"
+    return _of_shapes(cfg, "config", counted, "").scaled(ceil(parameters * bits / 8), source)
 
 
-def _mxfp4(rows: int, cols: int) -> int:
-    """32 elements take 16 bytes and a scale of one."""
-    return rows * -(-cols // 32) * 17
+def _estimate(cfg: ModelConfig, where: str, why: str = "") -> WeightBytes:
+    storage, tensors = storage_of(cfg, where), list(tensors_of(cfg, where))
+    parameters = _large(sum(tensor.rows * tensor.cols for tensor in tensors))
+    stored = [(tensor.name, storage.nbytes(tensor)) for tensor in tensors]
+    return _of_shapes(cfg, where, stored, f"estimated: {storage.label}, {parameters} parameters{why}")
 
 
-def _fp8(quant: Fields) -> Callable[[int, int], int]:
-    """A byte an element, and an f32 scale a block of `weight_block_size`, or a row."""
-    block = quant.raw.get("weight_block_size") or [1, MAX_VOCAB]
-    if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
-        raise quant.bad("weight_block_size", "a list of two whole numbers above 0")
-    return lambda rows, cols: rows * cols + 4 * -(-rows // block[0]) * -(-cols // block[1])
+def _of_shapes(cfg: ModelConfig, where: str, tensors: Iterable[tuple[str, int]], source: str) -> WeightBytes:
+    layers, parts, _ = _sort(cfg, where, _hf_place, tensors)
+    return _weight_bytes(layers, parts, not parts[_Part.MATRIX], True, source)
 
 
-def _grouped(quant: Fields, bits: int) -> Callable[[int, int], int]:
-    """`bits` an element, an f16 scale and a zero of `bits` a group of a row, an i32 group number a column (GPTQ)."""
-    size = quant.count("group_size", least=-1)
-
-    def packed(rows: int, cols: int) -> int:
-        groups = rows * (-(-cols // size) if size > 0 else 1)
-        return -(-(rows * cols + groups) * bits // 8) + 2 * groups + 4 * cols
-
-    return packed
+def _large(n: int) -> str:
+    """A number in billions or millions."""
+    return f"{n / 1e9:.1f} B" if n >= 10**9 else f"{n / 1e6:.1f} M"
 
 
 def _of_gguf(path: Path, cfg: ModelConfig) -> WeightBytes:
@@ -241,7 +189,7 @@ _GGUF_PARTS: Mapping[str, _Part] = {
 
 def _hf_place(name: str, cfg: ModelConfig) -> _Place:
     """Where a tensor of a Hugging Face checkpoint belongs; what MTP blocks share is the first block's."""
-    name = _module(name)
+    name = module_name(name)
     first = name.partition(".")[0]
     if first == "mtp" and cfg.n_layer == cfg.n_trunk:
         return _Part.OTHER

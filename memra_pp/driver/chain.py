@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from abc import ABC, abstractmethod
@@ -116,6 +117,7 @@ class LocalChain(Chain):
 
     def _end(self) -> None:
         self._closed = True
-        for worker in self._workers:
-            worker.close()
-        self._workers = []
+        workers, self._workers = self._workers, []
+        with contextlib.ExitStack() as each:
+            for worker in workers:
+                each.callback(worker.close)

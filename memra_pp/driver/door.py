@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
@@ -42,29 +44,30 @@ class Door:
         asked = self._ask(request, timeout_s)
         if not isinstance(asked, Ticket):
             return _admitted(asked)
-        end = time.monotonic() + timeout_s
-        while not asked.outcome.done():
-            left = end - time.monotonic()
-            if left <= 0:
-                self._locked(lambda: self._admission.expire(request.session))
-                break
+        told, end = threading.Lock(), time.monotonic() + timeout_s
+        told.acquire()
+        asked.outcome.on_told = told.release
+        while not asked.outcome.done() and (left := end - time.monotonic()) > 0:
             meanwhile()
-            _await(asked, min(LOOK_S, left))
-        return _outcome(asked)
+            told.acquire(timeout=min(LOOK_S, left))
+        return self._outcome(asked)
 
-    async def enter_async(self, request: Request, timeout_s: float) -> Admit:
+    async def enter_async(self, request: Request, timeout_s: float, meanwhile: Callable[[], Awaitable[None]]) -> Admit:
         """As `enter`, for a task. One that is cancelled leaves the queue, and gives back what it was given meanwhile."""
         asked = self._ask(request, timeout_s)
         if not isinstance(asked, Ticket):
             return _admitted(asked)
+        loop, told, end = asyncio.get_running_loop(), asyncio.Event(), time.monotonic() + timeout_s
+        asked.outcome.on_told = lambda: _wake(loop, told)
         try:
-            await asyncio.wait([asyncio.wrap_future(asked.outcome)], timeout=timeout_s)
+            while not asked.outcome.done() and (left := end - time.monotonic()) > 0:
+                await meanwhile()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(told.wait(), min(LOOK_S, left))
         except BaseException:
             self.leave(request.session)
             raise
-        if not asked.outcome.done():
-            self._locked(lambda: self._admission.expire(request.session))
-        return _outcome(asked)
+        return self._outcome(asked)
 
     def leave(self, session: int) -> None:
         """Gives a session's bytes back, or ends its wait."""
@@ -83,6 +86,15 @@ class Door:
     def stats(self) -> dict[str, Any]:
         """The devices' books (`Ledger.devices`), and the verdicts so far (`Admission.stats`)."""
         return self._locked(lambda: {"devices": self._admission.ledger.devices(), "admission": self._admission.stats()})
+
+    def _outcome(self, ticket: Ticket) -> Admit:
+        """What a ticket was told, or is told now that its time is up."""
+        if not ticket.outcome.done():
+            self._locked(lambda: self._admission.expire(ticket.request.session))
+        try:
+            return _admitted(ticket.outcome.result())
+        except CancelledError:
+            raise StageError("the pipeline was closed while this session waited to be admitted: launch it again") from None
 
     def _ask(self, request: Request, timeout_s: float) -> Verdict | Ticket:
         if self._closed:
@@ -108,18 +120,9 @@ class Door:
         return self._lock.run(decide, LOCK_S, "admission was busy")
 
 
-def _await(ticket: Ticket, seconds: float) -> None:
-    try:
-        ticket.outcome.exception(seconds)
-    except (TimeoutError, CancelledError):
-        return
-
-
-def _outcome(ticket: Ticket) -> Admit:
-    try:
-        return _admitted(ticket.outcome.result(0))
-    except CancelledError:
-        raise StageError("the pipeline was closed while this session waited to be admitted: launch it again") from None
+def _wake(loop: asyncio.AbstractEventLoop, told: asyncio.Event) -> None:
+    with contextlib.suppress(RuntimeError):  # its loop has ended
+        loop.call_soon_threadsafe(told.set)
 
 
 def _admitted(verdict: Verdict) -> Admit:

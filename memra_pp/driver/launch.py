@@ -27,6 +27,7 @@ from .pipeline import Pipeline
 STEP_S = 300.0
 DEFAULT_MAX_NEW_TOKENS = 512
 MAX_BYPASS = 1 << 20
+MAX_BUDGET = 1 << 50
 MAX_STEP_S = 86400.0
 PREFILL_CHUNK = 512
 Backend = Literal["ray", "local"]
@@ -195,4 +196,4 @@ def _budgets(budget_bytes: int | Sequence[int] | None, stages: int) -> list[int 
         return [None] * stages
     each = list(budget_bytes) if isinstance(budget_bytes, Sequence) else [budget_bytes] * stages
     require(len(each) == stages, ConfigError, "budget_bytes", budget_bytes, f"one number, or {stages} of them, one a stage")
-    return [checked_int(ConfigError, "budget_bytes", budget, 1, sys.maxsize) for budget in each]
+    return [checked_int(ConfigError, "budget_bytes", budget, 1, MAX_BUDGET) for budget in each]

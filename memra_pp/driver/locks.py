@@ -22,6 +22,19 @@ class OwnedLock:
         """Whether the calling thread holds the lock (`threading.Condition` asks the same way)."""
         return bool(self._lock._is_owned())
 
+    def try_run(self, action: Callable[[], object]) -> bool:
+        """Calls `action` with the lock held, unless another thread holds it; whether it did."""
+        try:
+            taken = bool(self._lock.acquire(blocking=False))
+            if taken:
+                action()
+            return taken
+        finally:
+            try:  # noqa: SIM105, as below
+                self._lock.release()
+            except RuntimeError:
+                pass
+
     def run(self, action: Callable[[], T], timeout: float, busy: str) -> T:
         """Calls `action` with the lock held. A thread that holds it does not take it again.
 

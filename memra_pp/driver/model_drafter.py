@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ..config import ModelConfig
-from ..errors import ConfigError
+from ..errors import AdmissionError, ConfigError
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -39,7 +39,10 @@ class ModelDrafter:
         room = self._ctx - len(tokens) + 1
         if min(k, room) < 1:
             return []
-        session, fresh = self._at(tokens)
+        try:
+            session, fresh = self._at(tokens)
+        except AdmissionError:  # no room for a drafter is no reason to end a text
+            return []
         best = session.extend(fresh, want="argmax") if session.pos else session.prefill(want="argmax")
         drafts = [int(best)]
         self._base = session.snapshot()

@@ -9,12 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..admission import Admit, Request
+from ..admission import Admit, Defer, Request
 from ..errors import AdmissionError, StageError
 from ..stage.frames import CLOSE, OPEN, Entry, Frame, Note
 from .chain import Chain
 from .door import Door
 from .locks import OwnedLock
+
+RETRY_S = 1.0
+"""When to try again after a stage has refused what admission had given."""
 
 
 class Opener:
@@ -27,6 +30,7 @@ class Opener:
         self._chain, self._door, self._timeout_s = chain, door, timeout_s
         self._gate = OwnedLock()
         self._ending: set[int] = set()
+        self._opening: int | None = None
         self._charged: dict[int, Sequence[int]] = {}
         self._held = [0] * chain.stages
         self._torn = False
@@ -39,7 +43,7 @@ class Opener:
             StageError: a stage failed, or this thread is in the middle of a step.
         """
         self._require_between_steps()
-        self.finish()
+        self._finish()
         with self._or_not_at_all(request.session):
             admit = self._door.enter(request, timeout_s, self._meanwhile)
             self._alone(lambda: self._open(request, admit))
@@ -48,24 +52,27 @@ class Opener:
         """As `open`, for a task. One that is cancelled while its stages open is closed by its thread, once they have."""
         self._require_between_steps()
         if self._ending:
-            await asyncio.to_thread(self.finish)
-        admit = await self._door.enter_async(request, timeout_s)
+            await asyncio.to_thread(self._finish)
+        admit = await self._door.enter_async(request, timeout_s, self._meanwhile_async)
         opened, given_up = threading.Event(), threading.Event()
 
         def work() -> None:
             with self._or_not_at_all(request.session):
-                self._alone(lambda: self._open(request, admit))
+                if not given_up.is_set():
+                    self._alone(lambda: self._open(request, admit))
             opened.set()
             if given_up.is_set():
                 self.close(request.session)
 
-        opening = asyncio.get_running_loop().run_in_executor(None, work)
+        loop = asyncio.get_running_loop()
+        opening = loop.run_in_executor(None, work)
         try:
             await asyncio.shield(opening)
-        except asyncio.CancelledError:
+        except BaseException:
             given_up.set()
+            opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, though nobody waits
             if opened.is_set():
-                self.close(request.session)
+                loop.run_in_executor(None, self.close, request.session)
             raise
 
     def close(self, session: int) -> None:
@@ -73,13 +80,24 @@ class Opener:
 
         Cut short, or begun by a finalizer in the middle of a step, it goes on at the next open, close or `finish`.
         """
+        self.end_later(session)
+        self._finish()
+
+    def end_later(self, session: int) -> None:
+        """Marks a session to be closed at the next open, close or `finish`: all that a finalizer should do."""
         self._ending.add(session)
-        self.finish()
 
     def finish(self) -> None:
-        """Goes on with closes that were cut short, unless this thread is in the middle of something."""
+        """Goes on with closes that were cut short, unless somebody is at work; who is, or comes next, does it then."""
         if self._ending and not self._busy:
-            self._alone(self._end_all)
+            self._gate.try_run(self._whole(self._end_all))
+
+    def books(self, read: Callable[[], Any]) -> Any:
+        """What `read` gives while nobody opens or closes; if somebody does, all the same."""
+        out: list[Any] = []
+        if not self._busy and self._gate.try_run(lambda: out.append(read())):
+            return out[0]
+        return read()
 
     @property
     def held(self) -> tuple[int, ...]:
@@ -89,6 +107,10 @@ class Opener:
     @property
     def _busy(self) -> bool:
         return self._gate.mine or self._chain.in_step or self._door.mine
+
+    def _finish(self) -> None:
+        if self._ending and not self._busy:
+            self._alone(self._end_all)
 
     def _require_between_steps(self) -> None:
         if self._busy:
@@ -107,41 +129,65 @@ class Opener:
             raise
 
     def _meanwhile(self) -> None:
-        if self._chain.failed:
-            raise StageError("the pipeline has failed while this session waited to be admitted: launch it again")
+        self._require_alive()
         self.finish()
+
+    async def _meanwhile_async(self) -> None:
+        self._require_alive()
+        if self._ending:
+            await asyncio.to_thread(self.finish)
+
+    def _require_alive(self) -> None:
+        if self._chain.failed:
+            raise StageError("the pipeline has failed or was closed while this session waited to be admitted: launch it again")
 
     def _alone(self, action: Callable[[], None]) -> None:
         """Opens and closes are done one at a time: none ends what another is about to open."""
+        self._gate.run(self._whole(action), self._timeout_s, "the pipeline was busy with other threads' opens and closes")
+
+    def _whole(self, action: Callable[[], None]) -> Callable[[], None]:
+        """`action`, after what an interrupt had cut short was put in order."""
 
         def work() -> None:
-            if self._torn:  # cut short before: work out again what is held
+            if self._torn:
                 self._held = [sum(column) for column in zip([0] * len(self._held), *self._charged.values(), strict=True)]
+            if self._opening is not None:
+                self._ending.add(self._opening)
+                self._opening = None
             self._torn = True
             action()
             self._torn = False
 
-        self._gate.run(work, self._timeout_s, "the pipeline was busy with other threads' opens and closes")
+        return work
 
     def _open(self, request: Request, admit: Admit) -> None:
         self._end_all()
         session, charges = request.session, list(admit.charges)
-        self._ending.add(session)  # until every stage has said that it is open
+        self._opening = session  # until every stage has said that it is open
         note = {"args": asdict(request.shape), "offsets": list(admit.offsets), "charges": charges, "held": []}
         reply = self._send(OPEN, session, note)
         if (fault := reply.fault(0)) is not None:
+            self._ending.add(session)
+            self._opening = None
             self._end_all()
-            stage, kind, message = fault
-            raise (AdmissionError if kind == "CapacityExceeded" else StageError)(f"stage {stage}: {message}")
+            raise self._refused(fault, charges)
         self._charged[session] = charges
         self._held = [held + charge for held, charge in zip(self._held, charges, strict=True)]
-        self._ending.discard(session)
+        self._opening = None
         self._compare(reply)
+
+    def _refused(self, fault: Sequence[Any], charges: Sequence[int]) -> AdmissionError | StageError:
+        stage, kind, message = fault
+        if kind != "CapacityExceeded":
+            return StageError(f"stage {stage}: {message}")
+        return AdmissionError(f"stage {stage}: {message}", Defer(stage, charges[stage], RETRY_S, "bytes", message))
 
     def _end_all(self) -> None:
         """Closes the sessions that are ending, on the stages that hold them, and only then in the books."""
         for session in list(self._ending):
             reply = self._send(CLOSE, session, {"held": []})
+            if (fault := reply.fault(0)) is not None:
+                raise StageError(f"stage {fault[0]} could not close session {session}, whose bytes stay charged: {fault[2]}")
             charges = self._charged.pop(session, None)
             if charges is not None:
                 self._held = [held - charge for held, charge in zip(self._held, charges, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from os import PathLike
@@ -58,7 +59,8 @@ class Pipeline:
         self._door = Door(admission)
         self._opener = Opener(chain, self._door, step_timeout)
         self._ids = itertools.count(1)
-        self._sessions: dict[int, Session] = {}
+        self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+        self._drops: dict[int, weakref.finalize[[int], Session]] = {}
         self._drafters: dict[Path, Pipeline] = {}
         self._counters = dict.fromkeys(("rounds", "drafted", "accepted", "rebuilds"), 0)
         self._counting, self._loading = threading.Lock(), threading.Lock()
@@ -103,8 +105,7 @@ class Pipeline:
         """
         session, request, wait_s = self._asked(prompt, max_new_tokens, speculate, recurrent, snapshots, timeout, tenant)
         self._opener.open(request, wait_s)
-        self._sessions[session.id] = session
-        return session
+        return self._opened(session)
 
     async def open_async(
         self,
@@ -120,8 +121,7 @@ class Pipeline:
         """`open` for a task: it waits without a thread, and one that is cancelled leaves the queue. Raises as `open`."""
         session, request, wait_s = self._asked(prompt, max_new_tokens, speculate, recurrent, snapshots, timeout, tenant)
         await self._opener.open_async(request, wait_s)
-        self._sessions[session.id] = session
-        return session
+        return self._opened(session)
 
     def generate(
         self,
@@ -197,10 +197,9 @@ class Pipeline:
             StageError: the pipeline is closed, or a stage does not answer.
         """
         self._opener.finish()
-        stages, books = self.chain.stats(), self._door.stats()
+        stages, books, planned = self._opener.books(lambda: (self.chain.stats(), self._door.stats(), self._opener.held))
         for device in books["devices"]:
             device["allocated_bytes"] = sum(stages[s]["allocated_bytes"] for s in device["stages"])
-        planned = self._opener.held
         return {
             "fence": list(self.fence),
             "kv": list(dict.fromkeys("/".join(self.policy.formats(p)) for p in self.cfg.layers if isinstance(p, KvPlan))),
@@ -228,9 +227,24 @@ class Pipeline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def _opened(self, session: Session) -> Session:
+        """A session that is on the stages. Dropped without a close, it is closed when the next one opens or closes."""
+        drop = self._drops[session.id] = weakref.finalize(session, self._dropped, session.id)
+        drop.atexit = False
+        self._sessions[session.id] = session
+        return session
+
+    def _dropped(self, number: int) -> None:
+        self._drops.pop(number, None)
+        self._opener.end_later(number)
+
     def release(self, session: Session) -> None:
         """Closes a session on every stage and gives its bytes back."""
+        self._opener.end_later(session.id)
         self._sessions.pop(session.id, None)
+        drop = self._drops.pop(session.id, None)
+        if drop is not None:
+            drop.detach()
         self._opener.close(session.id)
 
     def _asked(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import mmap
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -188,11 +188,25 @@ class CpuDev(CpuMemory):
         return CpuSlab(self, self._memory[offset : offset + size], offset)
 
     def give_back(self, offset: int, size: int) -> None:
-        """Takes a slab's bytes back: whole pages return to the operating system, and all read as zeros again."""
+        """Takes a slab's bytes back."""
         if self._arena is None or not size:
             return
+        self.wipe(offset, size)
         del self._slabs[bisect_left(self._slabs, (offset, size))]
         self.slab_bytes -= size
+
+    def keep_only(self, slabs: Iterable[CpuSlab]) -> None:
+        """Takes back every slab but these, and counts anew: for when an interrupt has cut a change short."""
+        kept = sorted((slab.offset, slab.size) for slab in slabs if slab.size)
+        for offset, size in set(self._slabs) - set(kept):
+            self.wipe(offset, size)
+        self._slabs = kept
+        self.slab_bytes = sum(size for _, size in kept)
+
+    def wipe(self, offset: int, size: int) -> None:
+        """Has bytes of the arena read as zeros again; whole pages return to the operating system."""
+        if self._arena is None or not size:
+            return
         end = offset + size
         first, last = round_up(offset, mmap.PAGESIZE), end // mmap.PAGESIZE * mmap.PAGESIZE
         edges = [(offset, first), (last, end)] if first < last else [(offset, end)]
@@ -233,11 +247,16 @@ class CpuSlab(CpuMemory):
         """Bytes behind the last buffer."""
         return self.size - self.used
 
+    def clear(self) -> None:
+        """Empties the slab: all of it is free again, and zero."""
+        self._sizes, self._held, self.used = {}, 0, 0
+        self._dev.wipe(self.offset, self.size)
+
     def close(self) -> None:
         """Gives the slab back to its device, with all that lies in it; closing twice is fine."""
         if self._open:
-            self._open = False
             self._dev.give_back(self.offset, self.size)
+            self._open = False
 
     def _piece(self, size: int) -> U8Array:
         start = self.used

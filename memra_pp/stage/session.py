@@ -35,23 +35,14 @@ class StageSession:
 
     @classmethod
     def open(cls, slab: CpuSlab, spec: StageSpec, number: int, shape: SessionShape) -> StageSession:
-        """Allocates every buffer of `spec.layout(shape)` in a slab, which is the session's from then on, or is closed.
+        """Allocates every buffer of `spec.layout(shape)` in an empty slab, which is the session's from then on.
 
         Raises:
             CapacityExceeded: the slab has not that many bytes.
         """
         layers, name = spec.layers, f"{spec}: session {number}"
-        try:
-            cache = Cache.new_ppn_slice(slab, layers.start, layers.stop, spec.cfg, shape.ctx, policy=spec.policy)
-            return cls(name, shape, slab, cache, [cache.new_snapshot() for _ in range(shape.slots)])
-        except BaseException:
-            slab.close()
-            raise
-
-    def close(self) -> None:
-        """Gives the slab back, with all that lies in it."""
-        self.cache.close()
-        self.slab.close()
+        cache = Cache.new_ppn_slice(slab, layers.start, layers.stop, spec.cfg, shape.ctx, policy=spec.policy)
+        return cls(name, shape, slab, cache, [cache.new_snapshot() for _ in range(shape.slots)])
 
     def base(self, entry: Entry) -> int | None:
         """The row at which a step's rows begin, after its rollback; None if it names a slot that holds no live snapshot."""

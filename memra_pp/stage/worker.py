@@ -14,7 +14,7 @@ import numpy as np
 
 from ..admission import Device, SessionShape
 from ..cache import slab_bytes
-from ..errors import InputError, MemraError, StageError, checked_int, require
+from ..errors import CapacityExceeded, InputError, MemraError, StageError, checked_int, require
 from ..kernels import CpuDev
 from ..kernels.cpu import available_bytes
 from ..models.protocol import Array, Segment, StageModel, StepBatch
@@ -65,6 +65,7 @@ class StageWorker:
         self._last = self.spec.last
         self._newest = 0
         self._loaded_bytes = 0
+        self._torn = False
         self._width = self.spec.cfg.n_vocab if self._last else self.spec.cfg.n_embd
         self._most_wanted = ARGMAX + self.spec.cfg.n_vocab
 
@@ -99,9 +100,12 @@ class StageWorker:
         """Reserves the arena of this stage's device, `budget` bytes. What stages share, each of them maps.
 
         Raises:
-            CapacityExceeded: it cannot be had.
+            StageError: it cannot be had.
         """
-        self.device.reserve(budget)
+        try:
+            self.device.reserve(budget)
+        except CapacityExceeded as error:
+            raise StageError(f"{self.spec}: {error}") from error
         self._loaded_bytes = self.device.allocated_bytes
 
     @property
@@ -174,7 +178,7 @@ class StageWorker:
     def close(self) -> None:
         """Closes every session and the device."""
         for session in self.sessions.values():
-            session.close()
+            session.slab.close()
         self.sessions.clear()
         self.device.close()
 
@@ -229,6 +233,9 @@ class StageWorker:
         if frame.id <= self._newest:
             raise StageError(f"{self.spec}: frame {frame.id} comes after frame {self._newest}: it is late or a repeat, refused")
         note = frame.notes.get(i, {})
+        if self._torn:
+            self.device.keep_only(session.slab for session in self.sessions.values())
+        self._torn = True
         match entry.op:
             case frames.OPEN:
                 self._open(entry.session, note)
@@ -240,6 +247,7 @@ class StageWorker:
                 self._reset(entry)
             case _:
                 raise StageError(f"{self.spec}: an entry of op {entry.op}: it must be a step, an open, a close or a reset")
+        self._torn = False
 
     def _require_epoch(self, entry: Entry) -> None:
         if entry.epoch != self.epoch:
@@ -255,7 +263,12 @@ class StageWorker:
         need = slab_bytes(self.spec.layout(shape), self.device.granularity)
         if size != need:
             raise StageError(f"{self.spec}: session {number} was charged {size} bytes and takes {need}: this is a bug")
-        self.sessions[number] = StageSession.open(self.device.slab(offset, size), self.spec, number, shape)
+        slab = self.device.slab(offset, size)
+        try:
+            self.sessions[number] = StageSession.open(slab, self.spec, number, shape)
+        except Exception:
+            slab.close()
+            raise
 
     def _own_number(self, note: Note, name: str) -> int:
         """This stage's entry in a list of a note, one number of bytes a stage."""
@@ -268,17 +281,15 @@ class StageWorker:
         session = self.sessions.get(entry.session)
         if session is None or entry.seq < session.seq:
             raise StageError(f"{self.spec}: a reset of session {entry.session}, seq {entry.seq}: it is not open, or further on")
-        self._close(entry.session)
-        slab = self.device.slab(session.slab.offset, session.slab.size)
-        fresh = StageSession.open(slab, self.spec, entry.session, session.shape)
+        session.slab.clear()
+        fresh = StageSession.open(session.slab, self.spec, entry.session, session.shape)
         fresh.seq = entry.seq + 1
         self.sessions[entry.session] = fresh
 
     def _close(self, number: int) -> None:
-        session = self.sessions.get(number)
+        session = self.sessions.pop(number, None)
         if session is not None:
-            session.close()
-            del self.sessions[number]
+            session.slab.close()
 
     def _report_bytes(self, note: Note) -> None:
         """Adds to the note of an open or a close what sessions hold here now, and what was learned, in bytes."""

@@ -208,7 +208,7 @@ def test_who_leaves_the_queue_is_forgotten_and_lets_the_next_in():
     large, small = desk.wait(2, 190), desk.wait(3, 50)
     desk.admission.release(2)
     with pytest.raises(CancelledError):
-        large.outcome.result(0)
+        large.outcome.result()
     assert admitted(small)
     desk.admission.release(2)
 
@@ -221,6 +221,53 @@ def test_everyone_is_sent_away_at_the_end():
     assert all(ticket.outcome.cancelled() for ticket in waits) and desk.admission.stats()["waiting"] == 0
     desk.admission.release(1)
     assert desk.ledger.reserved == (0, 0)
+
+
+def test_a_thousand_waits_that_end_together_end_and_the_next_is_admitted():
+    desk = Desk(1)
+    desk.ask(0)
+    late = [desk.wait(session, timeout_s=1) for session in range(1, 1000)]
+    desk.clock.now += 2
+    desk.admission.release(0)
+    assert all(ticket.outcome.result().reason == "deadline" for ticket in late)
+    assert desk.admission.stats()["waiting"] == 0 and isinstance(desk.ask(2000), Admit)
+
+
+def test_a_tenant_that_fills_its_part_of_the_waiting_room_leaves_the_others_theirs():
+    desk = Desk(4, tenant_share=0.25)
+    desk.ask(0, tenant="a")
+    for session in range(1, 1 + MAX_WAITING // 4):
+        desk.wait(session, tenant="a")
+    refused = desk.admission.submit(desk.request(5000, tenant="a"), 60)
+    assert isinstance(refused, Refuse) and refused.reason == "waiting room"
+    assert all(isinstance(desk.ask(6000 + i, tenant=f"t{i}"), Admit) for i in range(3))
+    desk.wait(7000, tenant="u")
+
+
+def test_a_tenant_s_own_requests_keep_their_order():
+    desk = Desk(4, tenant_share=0.5)
+    desk.ask(1, tenant="a")
+    large = desk.wait(2, 180, tenant="a")
+    assert isinstance(desk.ask(3, 10, tenant="a"), Defer)
+    small = desk.wait(4, 10, tenant="a")
+    desk.admission.release(1)
+    assert admitted(large) and admitted(small)
+
+
+def test_one_that_was_held_back_by_its_tenant_counts_who_passed_it_meanwhile():
+    desk = Desk(1, bypass=2, tenant_share=0.6)
+    first = ((1, 250, "a"), (2, 250, "a"), (3, 200, "c"), (4, 100, "d"), (5, 200, "e"))
+    budgets = [sum(column) for column in zip(*(COST.charges(SessionShape(ctx)) for _, ctx, _ in first), strict=True)]
+    desk.admission = Admission(
+        Ledger([Device(f"d{i}", n) for i, n in enumerate(budgets)]), COST, LIMIT, bypass=2, tenant_share=0.6
+    )
+    for session, ctx, tenant in first:
+        assert isinstance(desk.ask(session, ctx, tenant), Admit)
+    held, large = desk.wait(10, 340, "a"), desk.wait(11, 400, "b")
+    small = [desk.wait(12, 10, "f"), desk.wait(13, 10, "g")]
+    desk.admission.release(4), desk.admission.release(2)
+    assert [admitted(t) for t in (held, large, *small)] == [False, False, True, True]
+    assert isinstance(desk.ask(14, 1, "h"), Defer)
 
 
 def test_no_more_than_a_bounded_number_wait():

@@ -13,6 +13,7 @@ from memra_pp.admission import CostModel, Device, SessionShape, plan
 from memra_pp.admission.cost import workspace_bytes
 from memra_pp.admission.planner import RESERVE_BYTES, widest_row
 from memra_pp.cache import KvPolicy, slab_bytes, stage_layout
+from memra_pp.cache.sizing import kv_layout
 from memra_pp.config import KvPlan, ModelConfig, RecurrentPlan, SharedKvPlan, WeightBytes, estimate_weight_bytes
 from memra_pp.errors import ConfigError, InputError
 
@@ -119,11 +120,18 @@ def test_room_is_memory_less_weights_workspace_and_reserve():
     assert plan(QWEN, devices(80 * GIB), 8192, None, POLICY).even.stages[0].reserve_bytes == RESERVE_BYTES == GIB
 
 
-def test_a_session_is_its_tokens_its_fixed_bytes_and_its_copies_but_for_alignment():
-    p = plan(QWEN, devices(80 * GIB, 80 * GIB), 8192, None, POLICY, snapshots=2)
-    for stage in p.best.stages:
-        exact = 8192 * stage.token_bytes + stage.fixed_bytes + 2 * stage.snapshot_bytes
-        assert exact <= stage.session_bytes < exact + 256 * 3 * len(stage.layers)
+@pytest.mark.parametrize("states", [{}, {"snapshots": 2, "recurrent": "states", "speculate": 3}], ids=["replay", "states"])
+@pytest.mark.parametrize("ring", ["off", "step", "all"])
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_session_is_its_rows_its_fixed_bytes_its_copies_and_padding(path, ring, states):
+    cfg, policy, unit = ModelConfig.from_hf(path), replace(POLICY, ring=ring), 4096
+    some = devices(80 * GIB, 80 * GIB, granularity=unit)
+    for stage in plan(cfg, some, 8192, None, policy, weights=weights_of(cfg), **states).best.stages:
+        kv = [kv_layout(cfg.layers[il], 8192, policy) for il in stage.layers if isinstance(cfg.layers[il], KvPlan)]
+        assert stage.rows_bytes == sum(layer.rows * layer.tok_bytes for layer in kv) <= 8192 * stage.token_bytes
+        assert stage.copies_bytes == (5 if states else 1) * stage.snapshot_bytes
+        parts = stage.rows_bytes + stage.fixed_bytes + stage.copies_bytes + stage.padding_bytes
+        assert parts == stage.session_bytes and 0 <= stage.padding_bytes < 256 * 13 * len(stage.layers) + unit
 
 
 def test_the_widest_row_is_gate_and_up_or_what_a_mixer_projects_to():
@@ -258,10 +266,14 @@ def test_a_plan_says_how_much_is_short_and_where():
     assert bare(model([KV] * 2), (slab(KV) * 5, slab(KV) * 9), sessions=5).even.shortest is None
 
 
-def test_weights_bind_where_they_take_more_than_they_leave():
+def test_a_stage_is_bound_by_what_takes_the_most_of_it():
     cfg = model([KV] * 2)
-    p = bare(cfg, (slab(KV) * 5, slab(KV) * 5), weights=weights_of(cfg, head=slab(KV) * 3))
+    p = bare(cfg, (slab(KV) * 5, slab(KV) * 25), weights=weights_of(cfg, head=slab(KV) * 20))
     assert [stage.bound_by for stage in p.even.stages] == ["cache", "weights"]
+    memory, reserve = [3 * GIB, 3 * GIB], {"reserve": GIB * 3 // 2, "weights": weights_of(cfg, head=GIB)}
+    kept = plan(cfg, devices(*memory), 100, None, POLICY, **reserve).even.stages
+    assert [stage.bound_by for stage in kept] == ["workspace and reserve"] * 2
+    assert kept[1].kept_bytes == kept[1].workspace_bytes + kept[1].reserve_bytes > max(kept[1].weight_bytes, kept[1].room_bytes)
 
 
 # Refusals
@@ -279,10 +291,12 @@ def test_weights_bind_where_they_take_more_than_they_leave():
         ({"devices": devices(GIB, granularity=0)}, "granularity of d0=0"),
         ({"sessions": 0}, "sessions=0"),
         ({"snapshots": 33}, "snapshots=33: it must be an integer from 0 to 32"),
+        ({"devices": ["8GiB"]}, "devices='8GiB': it must be a Device each"),
+        ({"speculate": 4, "snapshots": 0}, "speculate=4 with snapshots=0: drafts are rolled back to a snapshot"),
         ({"speculate": 512}, "speculate=512: it must be an integer from 0 to 511"),
         ({"reserve": -1}, "reserve=-1"),
         ({"max_rows": 5000}, "max_rows=5000"),
-        ({"fence": (0, 3)}, "it makes 1 stages, and there are 2 devices"),
+        ({"fence": (0, 3)}, "stages=1, devices=2; there must be one a stage"),
         ({"fence": (0, 1, 3)}, "cut 1 parts layer 1 from layer 0"),
         ({"weights": weights_of(model([KV]))}, "weights of 1 layers for a model of 3"),
     ],

@@ -3,6 +3,7 @@
 import json
 import pathlib
 from dataclasses import replace
+from fractions import Fraction
 
 import gguf
 import numpy as np
@@ -12,6 +13,7 @@ from memra_pp.config import ModelConfig, WeightBytes, estimate_weight_bytes, rea
 from memra_pp.config.families import FAMILIES
 from memra_pp.config.gguf_file import open_gguf
 from memra_pp.config.safetensors_file import open_safetensors
+from memra_pp.config.weight_bytes import weights_of_bits, weights_of_total
 from memra_pp.config.weight_estimate import _FAMILIES, tensors_of
 from memra_pp.errors import ConfigError
 
@@ -26,6 +28,10 @@ def published(name: str, **more) -> dict:
 
 def whole(w: WeightBytes) -> int:
     return w.of_stage(range(len(w.layers)), first=True, last=True)
+
+
+def large(n: int) -> str:
+    return f"{n / 1e9:.1f} B" if n >= 10**9 else f"{n / 1e6:.1f} M"
 
 
 def shape(kind: str, hidden: int, layers: int, heads: int, kv: int, vocab: int, **more) -> dict:
@@ -75,7 +81,7 @@ EXACT = [
 @pytest.mark.parametrize("raw,params", EXACT, ids=[f"{c['model_type']}-{n // 10**6}M" for c, n in EXACT])
 def test_published_sizes_to_the_parameter(raw, params):
     w = estimate_weight_bytes(ModelConfig.from_hf(raw))
-    assert (whole(w), w.estimated, w.source) == (2 * params, True, "estimated: bf16")
+    assert (whole(w), w.estimated, w.source) == (2 * params, True, f"estimated: bf16, {large(params)} parameters")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def test_gpt_oss_as_it_is_published(raw, nbytes):
     kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     for quant in ({"quant_method": "mxfp4", "modules_to_not_convert": kept}, {"quant_method": "mxfp4"}):
         w = estimate_weight_bytes(ModelConfig.from_hf({**raw, "quantization_config": quant}))
-        assert (whole(w), w.source) == (nbytes, "estimated: bf16, experts mxfp4")
+        assert whole(w) == nbytes and w.source.startswith("estimated: bf16, experts mxfp4, ")
 
 
 MLP = {"intermediate_size": 512}
@@ -181,7 +187,7 @@ def test_each_family_against_the_transformers_library(kind, more, params):
     raw = shape(kind, 256, 4, 8, 2, 1000, **{"dtype": "float32", "tie_word_embeddings": kind.startswith("gemma"), **more})
     raw["num_hidden_layers"] = more.get("num_hidden_layers", 4)
     w = estimate_weight_bytes(ModelConfig.from_hf(raw))
-    assert (whole(w), w.source) == (4 * params, "estimated: f32")
+    assert (whole(w), w.source) == (4 * params, f"estimated: f32, {large(params)} parameters")
 
 
 def test_every_family_that_can_be_sized_can_be_estimated():
@@ -200,7 +206,9 @@ def test_the_estimate_of_a_checkpoint_is_what_its_headers_say(data, name):
     read = read_weight_bytes(data / name, cfg)
     assert whole(read) == sum(t.nbytes for t in tensors.values())
     assert (read.estimated, read.source) == (False, "headers of 1 tensor file")
-    assert replace(read, estimated=True, source="estimated: f32") == estimate_weight_bytes(cfg)
+    assert replace(
+        read, estimated=True, source=f"estimated: f32, {large(whole(read) // 4)} parameters"
+    ) == estimate_weight_bytes(cfg)
     assert read == read_weight_bytes(data / name / "config.json", cfg)
     assert read == read_weight_bytes(data / name / "model.safetensors", cfg)
 
@@ -221,6 +229,39 @@ def test_stages_add_up_and_a_tied_matrix_is_on_both_ends():
     tied = replace(w, tied=True)
     assert (tied.of_stage(range(2), True, False), tied.of_stage(range(2, 4), False, True)) == (103, 1012)
     assert whole(tied) == 1115 - 90
+
+
+@pytest.mark.parametrize("total", [1, 999, 40 << 30, (40 << 30) + 1])
+@pytest.mark.parametrize("name", ["gemma3-270m", "llama3_1-70b", "qwen3_5-27b", "gemma4-e4b"])
+def test_a_total_is_shared_out_to_the_byte_as_the_estimate_is(name, total):
+    cfg = ModelConfig.from_hf(CONFIGS / f"{name}.json")
+    estimate, w = estimate_weight_bytes(cfg), weights_of_total(cfg, total)
+    assert whole(w) == w.whole == total and (w.tied, w.estimated) == (estimate.tied, True)
+    for got, of in zip((*w.layers, w.head_matrix), (*estimate.layers, estimate.head_matrix), strict=True):
+        assert got == of * total // whole(estimate)
+    assert 0 <= w.embedding - estimate.embedding * total // whole(estimate) <= len(w.layers) + 2
+    assert 0 <= estimate.head * total // whole(estimate) - w.head <= 1
+
+
+def test_a_total_goes_evenly_over_layers_where_the_config_is_too_short():
+    cfg = ModelConfig.from_hf(published("qwen3_next-80b-a3b"))
+    w = weights_of_total(cfg, (40 << 30) + 5)
+    assert set(w.layers) == {(40 << 30) // 48} and (w.head, whole(w)) == (0, (40 << 30) + 5)
+    assert w.estimated and w.source == "given: 40.0 GiB, evenly over layers, as the config is too short for an estimate"
+    with pytest.raises(ConfigError, match="num_experts is missing"):
+        weights_of_bits(cfg, Fraction(4))
+
+
+@pytest.mark.parametrize("quant", [{}, {"quant_method": "gptq", "bits": 4, "group_size": 32}])
+def test_bits_a_parameter_are_of_those_that_the_config_comes_to(quant):
+    cfg = ModelConfig.from_hf(published("llama3_1-70b", quantization_config=quant))
+    w = weights_of_bits(cfg, Fraction("4.5"))
+    assert whole(w) == -(-70_553_706_496 * 9 // 16) and w.estimated
+    assert w.source == "given: 4.5 bits for each of 70.6 B parameters"
+    assert (
+        weights_of_bits(cfg, Fraction(16)).layers
+        == estimate_weight_bytes(ModelConfig.from_hf(published("llama3_1-70b"))).layers
+    )
 
 
 def save(path: pathlib.Path, sizes: dict[str, int]) -> None:
@@ -312,7 +353,7 @@ def test_estimated_mtp_blocks():
     w = estimate_weight_bytes(qwen)
     h, v = qwen.n_embd, qwen.n_vocab
     assert w.layers[64] - w.layers[3] == 2 * (2 * h * h + 3 * h)  # a full-attention layer, fc and three norms
-    assert estimate_weight_bytes(qwen.without_mtp()) == replace(w, layers=w.layers[:64])
+    assert estimate_weight_bytes(qwen.without_mtp()).layers == w.layers[:64]
     own = replace(qwen, hparams={**qwen.hparams, "mtp_use_dedicated_embeddings": True})
     assert estimate_weight_bytes(own).layers[64] - w.layers[64] == 2 * v * h
     step = ModelConfig.from_hf(published("step3p5-flash", **STEP))
@@ -360,15 +401,15 @@ def test_shards(tmp_path):
         read_weight_bytes(tmp_path, LLAMA)
     one.unlink()
     w = read_weight_bytes(tmp_path, LLAMA)
-    assert (w.estimated, w.source) == (True, f"estimated: bf16, no tensor files in {tmp_path.name}")
+    assert (w.estimated, w.source) == (True, f"estimated: bf16, 0.1 M parameters, no tensor files in {tmp_path.name}")
 
 
 def test_a_config_alone_is_estimated(tmp_path):
     config = tmp_path / "config.json"
     config.write_text("{}")
     w = read_weight_bytes(config, LLAMA)
-    assert (w.estimated, w.source) == (True, "estimated: bf16, no tensor files beside config.json")
-    assert replace(w, source="estimated: bf16") == estimate_weight_bytes(LLAMA)
+    assert (w.estimated, w.source) == (True, "estimated: bf16, 0.1 M parameters, no tensor files beside config.json")
+    assert replace(w, source="estimated: bf16, 0.1 M parameters") == estimate_weight_bytes(LLAMA)
     save(tmp_path / "a.safetensors", TEXT)
     assert not read_weight_bytes(config, LLAMA).estimated
     config.rename(tmp_path / "other.json")
@@ -452,7 +493,7 @@ LAYER = 2 * (4 * QK + FF) + NORMS
 def test_quantised_checkpoints(quant, layer, label):
     raw = shape("llama", 64, 12, 2, 2, 100, intermediate_size=96, torch_dtype="bfloat16", quantization_config=quant)
     w = estimate_weight_bytes(ModelConfig.from_hf(raw))
-    assert (w.layers, w.source) == ((layer,) * 12, f"estimated: {label}")
+    assert (w.layers, w.source) == ((layer,) * 12, f"estimated: {label}, 0.4 M parameters")
     assert (w.embedding, w.head) == (2 * 6400, 2 * 6400 + 128)
 
 

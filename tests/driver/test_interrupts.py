@@ -154,9 +154,11 @@ def pipe(hybrid: Path) -> Iterator[memra_pp.Pipeline]:
 
 
 OPENING = ("driver/opener.py", *DECISIONS)
+ON_A_STAGE = ("stage/worker.py", "stage/session.py", "kernels/cpu.py", "cache/cache.py", "cache/layers.py")
 
 
-def test_an_open_cut_short_at_any_line_holds_nothing(pipe):
+@pytest.mark.parametrize("files", [OPENING, ON_A_STAGE])
+def test_an_open_cut_short_at_any_line_holds_nothing(pipe, files):
     opened: list[memra_pp.Session] = []
 
     def action() -> None:
@@ -170,10 +172,11 @@ def test_an_open_cut_short_at_any_line_holds_nothing(pipe):
             assert len(list(session.generate(1))) == 1, where
         assert [d["reserved_bytes"] + d["allocated_bytes"] for d in pipe.stats()["devices"]] == [0, 0], where
 
-    assert everywhere(OPENING, action, check) > 50
+    assert everywhere(files, action, check) > 50
 
 
-def test_a_close_cut_short_at_any_line_goes_on_at_the_next(pipe):
+@pytest.mark.parametrize("files", [OPENING, ON_A_STAGE])
+def test_a_close_cut_short_at_any_line_goes_on_at_the_next(pipe, files):
     sessions = [pipe.open([1, 2, 3], max_new_tokens=20)]
 
     def action() -> None:
@@ -186,4 +189,4 @@ def test_a_close_cut_short_at_any_line_goes_on_at_the_next(pipe):
         with pytest.raises(AdmissionError):
             pipe.open([1, 2, 3], max_new_tokens=20)
 
-    assert everywhere(OPENING, action, check) > 30
+    assert everywhere(files, action, check) > 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import memra_pp
 from memra_pp.admission import Admit, Defer, Refuse
 from memra_pp.cache import slab_bytes, stage_layout
 from memra_pp.config import ModelConfig
-from memra_pp.driver import cut, door
+from memra_pp.driver import cut
 from memra_pp.errors import AdmissionError, CapacityExceeded, ConfigError, InputError, StageError
 from memra_pp.models import Gemma3, Qwen35
 from memra_pp.stage.frames import CLOSE, OPEN
@@ -84,14 +85,14 @@ def test_stats_show_what_every_device_has_given_out(room_for, charges):
 
 def test_without_a_timeout_an_open_that_has_to_wait_is_refused_at_once(room_for, charges):
     pipe = room_for(1)
-    opened(pipe)
+    holder = opened(pipe)
     with pytest.raises(AdmissionError, match=r"stage 0 needs .* try again in about .* s.*timeout") as refused:
         opened(pipe)
     verdict = refused.value.verdict
     assert isinstance(verdict, Defer) and verdict.short_by == max(charges) and verdict.retry_after_s > 0
     with pytest.raises(AdmissionError) as refused:
         opened(pipe, timeout=0)
-    assert isinstance(refused.value.verdict, Defer)
+    assert isinstance(refused.value.verdict, Defer) and holder.pos == 0
 
 
 def test_what_can_never_fit_is_refused_at_once_and_the_context_it_names_is_admitted(room_for):
@@ -157,7 +158,7 @@ def test_a_timeout_is_a_bounded_number_of_seconds(room_for, timeout):
 
 def test_a_pipeline_that_closes_sends_those_who_wait_away(room_for):
     pipe, said = room_for(1), []
-    opened(pipe)
+    holder = opened(pipe)
 
     def client() -> None:
         with pytest.raises(StageError, match="closed while this session waited") as error:
@@ -169,7 +170,7 @@ def test_a_pipeline_that_closes_sends_those_who_wait_away(room_for):
     until(lambda: pipe.stats()["admission"]["waiting"] == 1)
     pipe.close()
     thread.join(WAIT_S)
-    assert said
+    assert said and holder.pos == 0
     with pytest.raises(StageError, match="closed"):
         opened(pipe)
 
@@ -189,10 +190,10 @@ def test_who_waits_sees_to_closes_that_were_cut_short(room_for):
 
 def test_who_waits_is_told_when_a_stage_is_lost(room_for, monkeypatch):
     pipe, said = room_for(1), []
-    opened(pipe)
+    holder = opened(pipe)
 
     def client() -> None:
-        with pytest.raises(StageError, match="has failed while this session waited") as error:
+        with pytest.raises(StageError, match="while this session waited") as error:
             opened(pipe, timeout=WAIT_S)
         said.append(error)
 
@@ -202,22 +203,35 @@ def test_who_waits_is_told_when_a_stage_is_lost(room_for, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(type(pipe.chain), "failed", True)
         thread.join(WAIT_S)
-    assert said
+    assert said and holder.pos == 0
 
 
 def test_an_interrupt_while_waiting_leaves_the_queue(room_for, monkeypatch):
     pipe = room_for(1)
     holder = opened(pipe)
 
-    def interrupted(ticket: Any, seconds: float) -> None:
+    def interrupted() -> None:
+        assert pipe._door.stats()["admission"]["waiting"] == 1
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(door, "_await", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pipe._opener, "finish", interrupted)
         opened(pipe, timeout=WAIT_S)
     assert pipe.stats()["admission"]["waiting"] == 0
     holder.close()
     opened(pipe)
+
+
+def test_a_session_that_is_dropped_is_closed_when_the_next_one_comes(room_for):
+    pipe = room_for(1)
+    session = opened(pipe)
+    del session
+    gc.collect()
+    with opened(pipe) as session:
+        traversals = pipe.stats()["traversals"]
+    del session
+    gc.collect()
+    assert pipe.stats()["traversals"] == traversals + 1 and not pipe._drops
 
 
 def test_a_task_waits_without_a_thread_and_one_that_is_cancelled_leaves_the_queue(room_for):
@@ -237,7 +251,7 @@ def test_a_task_waits_without_a_thread_and_one_that_is_cancelled_leaves_the_queu
         assert not waits[2].done() and pipe.stats()["admission"]["waiting"] == 1
         first.close()
         (await waits[2]).close()
-        opened(pipe)
+        holder = opened(pipe)
         with pytest.raises(AdmissionError) as refused:
             await pipe.open_async(PROMPT, max_new_tokens=NEW, timeout=0.01)
         assert refused.value.verdict.reason == "deadline"
@@ -288,6 +302,82 @@ def test_a_stage_that_refuses_at_the_last_moment_costs_nothing_on_any(room_for, 
     assert [d["reserved_bytes"] for d in pipe._door.stats()["devices"]] == [0, 0]
     assert [d["reserved_bytes"] + d["allocated_bytes"] for d in pipe.stats()["devices"]] == [0, 0]
     opened(pipe)
+
+
+def test_a_stage_that_cannot_close_a_session_keeps_its_bytes_charged_until_it_can(room_for, monkeypatch):
+    pipe = room_for(2)
+    kept, going = opened(pipe), opened(pipe)
+    slab = pipe.chain._workers[0].sessions[going.id].slab
+
+    def stuck() -> None:
+        monkeypatch.undo()
+        raise RuntimeError("the device is busy")
+
+    monkeypatch.setattr(slab, "close", stuck)
+    with pytest.raises(StageError, match=r"stage 0 could not close session .*the device is busy"):
+        going.close()
+    assert [d["reserved_bytes"] for d in pipe._door.stats()["devices"]] == list(pipe._opener.held)
+    assert len(list(kept.generate(3))) == 3
+    opened(pipe).close()
+
+
+def test_a_reset_keeps_the_session_s_slab(room_for, charges):
+    """Also one that fails: what the stage holds is what was charged, and others come and go."""
+    pipe = room_for(2)
+    session = opened(pipe)
+    session.prefill()
+    worker = pipe.chain._workers[1]
+    before = worker.sessions[session.id].slab
+    worker.model.forward, forward = raising(RuntimeError("unlucky")), worker.model.forward
+    with pytest.raises(StageError, match="unlucky"):
+        session.decode(1)
+    worker.model.forward = forward
+    assert worker.sessions[session.id].slab is before and worker.device.slab_bytes == charges[1]
+    opened(pipe).close()
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def raise_it(*args: Any) -> Any:
+        raise error
+
+    return raise_it
+
+
+def test_a_wait_ends_in_time_and_stats_are_there_while_another_session_opens(room_for, monkeypatch):
+    pipe, reached, go = room_for(2), threading.Event(), threading.Event()
+    holder, roundtrip = opened(pipe), pipe.chain._roundtrip
+
+    def slowly(frame: Any, timeout: float) -> Any:
+        if frame.entries[0].op == OPEN:
+            reached.set()
+            assert go.wait(WAIT_S)
+        return roundtrip(frame, timeout)
+
+    monkeypatch.setattr(pipe.chain, "_roundtrip", slowly)
+    thread = threading.Thread(target=lambda: opened(pipe).close())
+    thread.start()
+    assert reached.wait(WAIT_S)
+    with pytest.raises(AdmissionError, match="did not come free in time"):
+        opened(pipe, timeout=0.01)
+    assert pipe.stats()["devices"][0]["sessions"] == 2 and holder.pos == 0
+    go.set()
+    thread.join(WAIT_S)
+
+
+def test_a_task_that_waits_is_told_when_a_stage_is_lost(room_for, monkeypatch):
+    pipe = room_for(1)
+    holder = opened(pipe)
+
+    async def tasks() -> None:
+        waits = asyncio.create_task(pipe.open_async(PROMPT, max_new_tokens=NEW, timeout=WAIT_S))
+        await asyncio.sleep(0)
+        with monkeypatch.context() as patched:
+            patched.setattr(type(pipe.chain), "failed", True)
+            with pytest.raises(StageError, match="while this session waited"):
+                await waits
+
+    asyncio.run(tasks())
+    assert holder.pos == 0
 
 
 @pytest.mark.parametrize("op", [OPEN, CLOSE])
@@ -404,7 +494,10 @@ def test_a_tenant_s_cap_and_a_bypass_reach_admission(room_for):
     mine = [opened(pipe, tenant="me") for _ in range(2)]
     with pytest.raises(AdmissionError, match=r"tenant 'me' may hold 0\.5"):
         opened(pipe, tenant="me")
-    opened(pipe, tenant="you"), mine[0].close(), opened(pipe, tenant="me")
+    yours = opened(pipe, tenant="you")
+    mine[0].close()
+    mine.append(opened(pipe, tenant="me"))
+    assert yours.pos == 0
     for tenant in (None, 7, "x" * 1000):
         with pytest.raises(InputError, match="tenant"):
             opened(pipe, tenant=tenant)

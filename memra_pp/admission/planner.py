@@ -18,6 +18,7 @@ from ..cache import (
     cache_fixed_bytes_for_layers,
     cache_snapshot_bytes_for_layers,
 )
+from ..cache.formats import resolved
 from ..cache.sizing import Recurrent
 from ..config import (
     Fence,
@@ -169,10 +170,10 @@ class Plan:
 
 def plan(
     cfg: ModelConfig,
-    devices: Sequence[Device],
+    devices: Sequence[Device | int],
     ctx: int,
-    sessions: int | None,
-    policy: KvPolicy,
+    sessions: int | None = None,
+    policy: KvPolicy | None = None,
     *,
     weights: WeightBytes | None = None,
     snapshots: int = 1,
@@ -188,9 +189,10 @@ def plan(
     charges for `ctx` rows exactly. The embedding is on the first stage; the head and MTP/NextN blocks are on the last.
 
     Args:
-        devices: one a stage; `budget` is all of its memory, in bytes.
+        devices: one a stage, its `budget` all of its memory in bytes; or that number alone.
         ctx: rows of a session's context, all of them: `session_ctx` of its prompt and new tokens.
         sessions: how many are to fit (None: as many as do).
+        policy: K/V formats and rings (None: the process's).
         weights: their bytes (default: `estimate_weight_bytes`; `setup.weights.estimated` says which they are).
         snapshots: most live snapshots of a session; `recurrent` and `speculate`: how it rolls back, and drafts a round.
         fence: a cut to plan beside the even and the best one.
@@ -204,11 +206,6 @@ def plan(
         InputError: `recurrent` is neither replay nor states.
     """
     max_rows = checked_int(ConfigError, "max_rows", max_rows, 1, PRIME_CHUNK_MAX_TOKENS)
-    require(len(devices) > 0, ConfigError, "devices", list(devices), "at least one, one a stage")
-    for device in devices:
-        require(isinstance(device, Device), ConfigError, "devices", device, 'a Device each, such as Device("gpu 0", 80 << 30)')
-        checked_int(ConfigError, f"memory of {device.name}", device.budget, 1, _MAX_BYTES)
-        checked_int(ConfigError, f"granularity of {device.name}", device.granularity, 1, _MAX_BYTES)
     if type(ctx) is not int or not 1 <= ctx <= cfg.max_ctx:
         raise ConfigError(f"ctx={ctx!r:.40}: choose from 1 to {cfg.max_ctx} rows, the context that {cfg.arch} was made for")
     shape = SessionShape(
@@ -223,14 +220,28 @@ def plan(
         checked_int(ConfigError, "sessions", sessions, 1, _MAX_BYTES)
     setup = Setup(
         cfg,
-        tuple(devices),
+        _checked_devices(devices),
         shape,
-        policy,
+        resolved(policy),
         estimate_weight_bytes(cfg) if weights is None else weights,
         checked_int(ConfigError, "reserve", reserve, 0, _MAX_BYTES),
         max_rows,
     )
     return planned(setup, sessions, fence)
+
+
+def _checked_devices(devices: Sequence[Device | int]) -> tuple[Device, ...]:
+    require(len(devices) > 0, ConfigError, "devices", list(devices), "at least one, one a stage")
+    return tuple(_checked_device(Device(f"device {s}", n) if type(n) is int else n) for s, n in enumerate(devices))
+
+
+def _checked_device(given: Any) -> Device:
+    ok = isinstance(given, Device)
+    require(ok, ConfigError, "devices", given, 'a Device each, such as Device("gpu 0", 80 << 30), or its bytes')
+    device: Device = given
+    checked_int(ConfigError, f"memory of {device.name}", device.budget, 1, _MAX_BYTES)
+    checked_int(ConfigError, f"granularity of {device.name}", device.granularity, 1, _MAX_BYTES)
+    return device
 
 
 def planned(setup: Setup, asked: int | None, fence: Sequence[int] | None = None) -> Plan:

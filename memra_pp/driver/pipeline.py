@@ -17,6 +17,7 @@ from ..admission import MAX_SNAPSHOTS, Admission, Request, SessionShape, checked
 from ..cache.sizing import Recurrent
 from ..config import KvPlan, ModelConfig
 from ..errors import InputError, checked_int, require
+from ..kernels.cpu import available_bytes
 from ..models.tokenizer import Tokenizer, load_tokenizer
 from ..stage.frames import MAX_BODY_BYTES, TOPK
 from ..stage.spec import StageSpec
@@ -30,6 +31,9 @@ from .session import Session
 from .tokens import checked_prompt
 
 MAX_WAIT_S = 86400.0
+DRAFTERS_PART = 8
+"""A drafting model's sessions may take this part, an eighth, of the memory that is free when it is loaded."""
+
 MAX_TENANT = 256
 MAX_NEW_TOKENS = 1 << 40
 
@@ -176,7 +180,8 @@ class Pipeline:
         with self._loading:
             if model not in self._drafters:
                 ModelDrafter.check(ModelConfig.from_path(model), self.cfg.n_vocab)
-                self._drafters[model] = launch(model, stages=1, backend="local", mtp=False)
+                budget = available_bytes() // DRAFTERS_PART
+                self._drafters[model] = launch(model, stages=1, backend="local", mtp=False, budget_bytes=budget)
             return self._drafters[model]
 
     def count(self, **more: int) -> None:

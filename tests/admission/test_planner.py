@@ -311,3 +311,9 @@ def test_bad_options_are_refused(options, says):
 def test_bad_ways_to_roll_back_are_refused():
     with pytest.raises(InputError, match="replay or states"):
         plan(QWEN, devices(GIB), 100, None, POLICY, recurrent="undo")
+
+
+def test_devices_may_be_given_as_their_bytes():
+    cfg = ModelConfig.from_hf(CONFIGS / "llama3_1-70b.json")
+    named = plan(cfg, [Device("device 0", 160 << 30), Device("device 1", 80 << 30)], 8192, None, KvPolicy())
+    assert plan(cfg, [160 << 30, 80 << 30], 8192, policy=KvPolicy()) == named and named.best.sessions

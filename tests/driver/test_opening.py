@@ -156,23 +156,36 @@ def test_a_timeout_is_a_bounded_number_of_seconds(room_for, timeout):
         opened(room_for(1), timeout=timeout)
 
 
-def test_a_pipeline_that_closes_sends_those_who_wait_away(room_for):
-    pipe, said = room_for(1), []
+@pytest.fixture
+def turned_away() -> Iterator[Callable[..., None]]:
+    """Has a thread wait for a session of a full pipeline, in vain: it is to be sent away with a `StageError`."""
+    threads, said = [], []
+
+    def start(pipe: memra_pp.Pipeline) -> None:
+        def client() -> None:
+            with pytest.raises(StageError, match="while this session waited") as error:
+                opened(pipe, timeout=WAIT_S)
+            said.append(error)
+
+        threads.append(threading.Thread(target=client))
+        threads[-1].start()
+        until(lambda: pipe._door.stats()["admission"]["waiting"] == len(threads))
+
+    yield start
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(said) == len(threads) > 0
+
+
+def test_a_pipeline_that_closes_sends_those_who_wait_away(room_for, turned_away):
+    pipe = room_for(1)
     holder = opened(pipe)
-
-    def client() -> None:
-        with pytest.raises(StageError, match="closed while this session waited") as error:
-            opened(pipe, timeout=WAIT_S)
-        said.append(error)
-
-    thread = threading.Thread(target=client)
-    thread.start()
-    until(lambda: pipe.stats()["admission"]["waiting"] == 1)
+    turned_away(pipe)
+    turned_away(pipe)
     pipe.close()
-    thread.join(WAIT_S)
-    assert said and holder.pos == 0
     with pytest.raises(StageError, match="closed"):
         opened(pipe)
+    assert holder.pos == 0
 
 
 def test_who_waits_sees_to_closes_that_were_cut_short(room_for):
@@ -188,22 +201,14 @@ def test_who_waits_sees_to_closes_that_were_cut_short(room_for):
     assert not thread.is_alive()
 
 
-def test_who_waits_is_told_when_a_stage_is_lost(room_for, monkeypatch):
-    pipe, said = room_for(1), []
+def test_who_waits_is_told_when_a_stage_is_lost(room_for, turned_away, monkeypatch):
+    pipe = room_for(1)
     holder = opened(pipe)
-
-    def client() -> None:
-        with pytest.raises(StageError, match="while this session waited") as error:
-            opened(pipe, timeout=WAIT_S)
-        said.append(error)
-
-    thread = threading.Thread(target=client)
-    thread.start()
-    until(lambda: pipe._door.stats()["admission"]["waiting"] == 1)
-    with monkeypatch.context() as patched:
-        patched.setattr(type(pipe.chain), "failed", True)
-        thread.join(WAIT_S)
-    assert said and holder.pos == 0
+    turned_away(pipe)
+    monkeypatch.setattr(type(pipe.chain), "failed", True)
+    until(lambda: pipe._door.stats()["admission"]["waiting"] == 0)
+    monkeypatch.undo()
+    assert holder.pos == 0
 
 
 def test_an_interrupt_while_waiting_leaves_the_queue(room_for, monkeypatch):

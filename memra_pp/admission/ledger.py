@@ -187,7 +187,8 @@ class Ledger:
 
     def reserved_at(self, stage: int) -> int:
         """Bytes reserved on a stage's device."""
-        return self.reserved[self.homes[stage]]
+        pool = self._of_stage[stage]
+        return pool.capacity - pool.free
 
     def devices(self) -> list[dict[str, Any]]:
         """Each device's name, stages and live sessions, and its bytes: budget, learned, reserved, free, largest free block."""

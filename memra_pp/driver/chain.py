@@ -29,7 +29,8 @@ CLOSE_S = 60.0
 class Chain(ABC):
     """The stages in order. One frame travels at a time.
 
-    `devices` are what the stages run on, and `homes` the device of each: `shares` are the stages' parts of them.
+    `devices` are what the stages run on, and `homes` the device of each: `shares` are the stages' parts of them. Whoever has
+    sent a frame calls `after_step` when it has come back.
     """
 
     def __init__(self, shares: Sequence[Device]) -> None:
@@ -40,6 +41,7 @@ class Chain(ABC):
         self._closed = False
         self._lock = OwnedLock()
         self._ids = itertools.count(1)
+        self.after_step: Callable[[], None] = lambda: None
 
     def roundtrip(self, entry: Entry, arrays: list[Array], timeout: float, note: Note | None = None) -> Frame:
         """Sends an entry, its rows and its note through every stage; the frame as it came back, its arrays the caller's own.
@@ -54,12 +56,19 @@ class Chain(ABC):
             self.traversals += 1
             return self._roundtrip(Frame(next(self._ids), [entry], arrays, {} if note is None else {0: note}), timeout)
 
-        return self._lock.run(step, timeout, "the pipeline was busy with other threads' steps")
+        reply = self._lock.run(step, timeout, "the pipeline was busy with other threads' steps")
+        self.after_step()
+        return reply
 
     @property
     def in_step(self) -> bool:
         """Whether this thread is in the middle of a step: in a signal handler, or a finalizer that ran meanwhile."""
         return self._lock.mine
+
+    @property
+    def idle(self) -> bool:
+        """Whether no frame is on its way."""
+        return self._lock.try_run(lambda: None)
 
     def _require_open(self) -> None:
         if self._closed:

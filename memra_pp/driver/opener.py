@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -15,6 +16,8 @@ from ..stage.frames import CLOSE, OPEN, Entry, Frame, Note
 from .chain import Chain
 from .door import Door
 from .locks import OwnedLock
+
+log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """When to try again after a stage has refused what admission had given."""
@@ -34,6 +37,7 @@ class Opener:
         self._charged: dict[int, Sequence[int]] = {}
         self._held = [0] * chain.stages
         self._torn = False
+        chain.after_step = self._after_step
 
     def open(self, request: Request, timeout_s: float) -> None:
         """Admits a session, within `timeout_s`, and allocates it on every stage.
@@ -87,10 +91,20 @@ class Opener:
         """Marks a session to be closed at the next open, close or `finish`: all that a finalizer should do."""
         self._ending.add(session)
 
+    def end_if_open(self, session: int) -> None:
+        """`end_later` for a session whose caller was interrupted when it had just been opened."""
+        if session in self._charged:
+            self.end_later(session)
+
     def finish(self) -> None:
-        """Goes on with closes that were cut short, unless somebody is at work; who is, or comes next, does it then."""
-        if self._ending and not self._busy:
+        """Goes on with closes that were cut short, unless somebody is at work: who ends a step or opens does it then."""
+        if self._ending and not self._busy and self._chain.idle:
             self._gate.try_run(self._whole(self._end_all))
+
+    @property
+    def live(self) -> int:
+        """How many sessions are open."""
+        return len(self._charged)
 
     def books(self, read: Callable[[], Any]) -> Any:
         """What `read` gives while nobody opens or closes; if somebody does, all the same."""
@@ -107,6 +121,13 @@ class Opener:
     @property
     def _busy(self) -> bool:
         return self._gate.mine or self._chain.in_step or self._door.mine
+
+    def _after_step(self) -> None:
+        """What a finalizer has marked in the middle of the step."""
+        try:
+            self.finish()
+        except StageError as error:
+            log.warning("a close goes on later: %s", error)
 
     def _finish(self) -> None:
         if self._ending and not self._busy:

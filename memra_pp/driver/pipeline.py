@@ -108,8 +108,9 @@ class Pipeline:
             StageError: a stage failed.
         """
         session, request, wait_s = self._asked(prompt, max_new_tokens, speculate, recurrent, snapshots, timeout, tenant)
-        self._opener.open(request, wait_s)
-        return self._opened(session)
+        with self._kept(session):
+            self._opener.open(request, wait_s)
+        return session
 
     async def open_async(
         self,
@@ -124,8 +125,9 @@ class Pipeline:
     ) -> Session:
         """`open` for a task: it waits without a thread, and one that is cancelled leaves the queue. Raises as `open`."""
         session, request, wait_s = self._asked(prompt, max_new_tokens, speculate, recurrent, snapshots, timeout, tenant)
-        await self._opener.open_async(request, wait_s)
-        return self._opened(session)
+        with self._kept(session):
+            await self._opener.open_async(request, wait_s)
+        return session
 
     def generate(
         self,
@@ -209,7 +211,7 @@ class Pipeline:
             "fence": list(self.fence),
             "kv": list(dict.fromkeys("/".join(self.policy.formats(p)) for p in self.cfg.layers if isinstance(p, KvPlan))),
             "ring": self.policy.ring,
-            "sessions": len(self._sessions),
+            "sessions": self._opener.live,
             "traversals": self.chain.traversals,
             **self._counters,
             "stages": [{**stage, "planned_bytes": n} for stage, n in zip(stages, planned, strict=True)],
@@ -232,20 +234,30 @@ class Pipeline:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
-    def _opened(self, session: Session) -> Session:
-        """A session that is on the stages. Dropped without a close, it is closed when the next one opens or closes."""
+    @contextlib.contextmanager
+    def _kept(self, session: Session) -> Iterator[None]:
+        """Counts a session in, if it is opened. One that is dropped without a close is closed at the next chance."""
         drop = self._drops[session.id] = weakref.finalize(session, self._dropped, session.id)
         drop.atexit = False
+        try:
+            yield
+        except BaseException:
+            self._drops.pop(session.id, None)
+            drop.detach()
+            self._opener.end_if_open(session.id)
+            raise
         self._sessions[session.id] = session
-        return session
 
     def _dropped(self, number: int) -> None:
         self._drops.pop(number, None)
         self._opener.end_later(number)
 
+    def end_later(self, session: Session) -> None:
+        """Marks a session to be closed at the next chance."""
+        self._opener.end_later(session.id)
+
     def release(self, session: Session) -> None:
         """Closes a session on every stage and gives its bytes back."""
-        self._opener.end_later(session.id)
         self._sessions.pop(session.id, None)
         drop = self._drops.pop(session.id, None)
         if drop is not None:

@@ -244,6 +244,7 @@ class Session:
         """Gives the session's bytes back on every stage; closing twice is fine."""
         if self._closed:
             return
+        self._pipe.end_later(self)  # first of all, so that an interrupt finds it either open or ending
         self._closed = True
         try:
             self._pipe.release(self)

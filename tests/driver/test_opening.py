@@ -19,7 +19,7 @@ from memra_pp.config import ModelConfig
 from memra_pp.driver import cut
 from memra_pp.errors import AdmissionError, CapacityExceeded, ConfigError, InputError, StageError
 from memra_pp.models import Gemma3, Qwen35
-from memra_pp.stage.frames import CLOSE, OPEN
+from memra_pp.stage.frames import CLOSE, OPEN, STEP
 
 WAIT_S = 30.0
 PROMPT, NEW = [1, 2, 3], 20
@@ -367,6 +367,29 @@ def test_a_wait_ends_in_time_and_stats_are_there_while_another_session_opens(roo
     assert pipe.stats()["devices"][0]["sessions"] == 2 and holder.pos == 0
     go.set()
     thread.join(WAIT_S)
+
+
+def test_a_wait_ends_in_time_and_stats_are_there_in_the_middle_of_a_step_that_a_close_waits_for(room_for, monkeypatch):
+    pipe, reached, go = room_for(2), threading.Event(), threading.Event()
+    busy, dropped, roundtrip = opened(pipe), opened(pipe), pipe.chain._roundtrip
+
+    def slowly(frame: Any, timeout: float) -> Any:
+        if frame.entries[0].op == STEP:
+            reached.set()
+            assert go.wait(WAIT_S)
+        return roundtrip(frame, timeout)
+
+    monkeypatch.setattr(pipe.chain, "_roundtrip", slowly)
+    thread = threading.Thread(target=busy.prefill)
+    thread.start()
+    assert reached.wait(WAIT_S)
+    pipe._opener.end_later(dropped.id)
+    assert pipe.stats()["devices"][0]["sessions"] == 2
+    pipe._opener._meanwhile()
+    assert not go.is_set()
+    go.set()
+    thread.join(WAIT_S)
+    assert pipe._door.stats()["devices"][0]["sessions"] == 1  # closed by the thread whose step it was
 
 
 def test_a_task_that_waits_is_told_when_a_stage_is_lost(room_for, monkeypatch):

@@ -78,6 +78,15 @@ def test_a_slab_that_overlaps_or_leaves_the_arena_is_refused_and_takes_nothing(d
     assert dev.allocated_bytes == before and dev.slab(PAGE // 2, PAGE // 2).size == PAGE // 2
 
 
+def test_slabs_that_nobody_owns_are_taken_back_and_read_as_zeros(dev):
+    kept, lost = dev.slab(0, PAGE), dev.slab(PAGE, 2 * PAGE + 256)
+    for slab in (kept, lost):
+        slab.alloc_u8(slab.size)[:] = 7
+    dev.keep_only([kept])
+    assert dev.slab_bytes == PAGE and (kept._memory == 7).all()
+    assert not dev.slab(PAGE, 2 * PAGE + 256).alloc_u8(2 * PAGE + 256).any()
+
+
 def test_slabs_are_whole_units_of_the_device():
     dev = CpuDev(1, granularity=512)
     dev.reserve(4096)

@@ -29,6 +29,7 @@ from memra_pp.admission import MAX_SNAPSHOTS
 from memra_pp.cache import slab_bytes, stage_layout
 from memra_pp.errors import StageError
 from memra_pp.stage.frames import CLOSE, OPEN, OPS, PING, RESET, STATS, STEP, STOP, Entry
+from memra_pp.stage.session import StageSession
 
 STAGES = len(FENCE) - 1
 
@@ -275,7 +276,7 @@ FAULTS = [
 
 
 def raising(error):
-    def raise_it(y):
+    def raise_it(*args):
         raise error
 
     return raise_it
@@ -398,6 +399,23 @@ def test_an_open_whose_note_lacks_something_faults_alone(stages, note):
     reply = stages.send(opening(2), step(1, 1, 0, 1), arrays=tokens(3), notes={0: dict(note)})
     assert reply.fault(0)[:2] == [0, "InputError"] and reply.fault(1) is None and stages.heights(1) == [1] * STAGES
     assert [w.device.allocated_bytes for w in stages.workers] == allocated
+
+
+@pytest.mark.parametrize("off", [-256, 256])
+@pytest.mark.parametrize("stage", range(STAGES))
+def test_an_open_that_was_charged_something_else_than_it_takes_is_refused(stages, stage, off):
+    note = asking(1)
+    note["charges"][stage] += off
+    reply = stages.send(opening(1), notes={0: note})
+    assert reply.fault(0)[:2] == [stage, "StageError"] and "was charged" in reply.fault(0)[2]
+    assert stages.workers[stage].device.allocated_bytes == 0
+
+
+def test_an_open_that_fails_half_way_gives_its_slab_back(monkeypatch):
+    w = worker()
+    monkeypatch.setattr(StageSession, "open", raising(RuntimeError("device lost")))
+    w.apply(sent := frame(opening(1)))
+    assert sent.fault(0)[1:] == ["RuntimeError", "device lost"] and w.device.slab_bytes == 0
 
 
 values = (

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from .. import admission
-from ..admission import CutPlan, Device, Plan
+from ..admission import CutPlan, Plan
 from ..admission.planner import RESERVE_BYTES
 from ..config import ModelConfig, WeightBytes, read_weight_bytes
 from ..config.fence import fence_from_cuts
@@ -24,7 +24,7 @@ def plan(args: argparse.Namespace) -> None:
     cfg = cfg.without_mtp() if args.no_mtp else cfg
     planned = admission.plan(
         cfg,
-        [Device(f"device {s}", memory) for s, memory in enumerate(args.devices)],
+        args.devices,
         args.ctx,
         args.sessions,
         policy(args),

@@ -41,8 +41,7 @@ def nearest_even_fence(cfg: ModelConfig, stages: int) -> Fence:
 
 def valid_cuts(cfg: ModelConfig) -> list[int]:
     """Every layer that a stage after the first may begin with: between trunk layers, where no shared K/V are parted."""
-    shared = [(plan.source, il) for il, plan in enumerate(cfg.layers) if isinstance(plan, SharedKvPlan)]
-    parted = {cut for source, il in shared for cut in range(source + 1, il + 1)}
+    parted = _parted(cfg)
     return [cut for cut in range(1, cfg.n_trunk) if cut not in parted]
 
 
@@ -72,10 +71,10 @@ def check_fence(cfg: ModelConfig, fence: Sequence[int]) -> Fence:
             f"fence {show(list(fence))}: cuts rise strictly, each from 1 to {cfg.n_trunk - 1}, "
             f"between 0 and the {cfg.n_trunk} trunk layers"
         )
+    parted = _parted(cfg)
     for cut in fence[1:-1]:
-        parted = _parted_by(cfg, cut)
-        if parted is not None:
-            layer, source = parted
+        if cut in parted:
+            layer, source = parted[cut]
             raise ConfigError(
                 f"fence {show(list(fence))}: cut {cut} parts layer {layer} from layer {source}, whose K/V it reads; "
                 f"{_advice(cfg, fence)}"
@@ -124,12 +123,14 @@ def _whole(name: str, text: str) -> int:
     return int(text)
 
 
-def _parted_by(cfg: ModelConfig, cut: int) -> tuple[int, int] | None:
-    """The first (layer, source) pair that a cut before layer `cut` would part."""
+def _parted(cfg: ModelConfig) -> dict[int, tuple[int, int]]:
+    """Every layer before which a cut would part shared K/V, and the first (layer, source) pair that it would part."""
+    out: dict[int, tuple[int, int]] = {}
     for il, plan in enumerate(cfg.layers):
-        if isinstance(plan, SharedKvPlan) and plan.source < cut <= il:
-            return il, plan.source
-    return None
+        if isinstance(plan, SharedKvPlan):
+            for cut in range(plan.source + 1, il + 1):
+                out.setdefault(cut, (il, plan.source))
+    return out
 
 
 def _advice(cfg: ModelConfig, fence: Fence) -> str:

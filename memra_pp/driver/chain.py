@@ -29,13 +29,13 @@ CLOSE_S = 60.0
 class Chain(ABC):
     """The stages in order. One frame travels at a time.
 
-    `devices` are what the stages run on, and `homes` the device of each: `shares` are the stages' parts of them. Whoever has
-    sent a frame calls `after_step` when it has come back.
+    `devices` are what the stages run on, and `homes` the device of each, by index (see `pooled`). Whoever has sent a frame
+    calls `after_step` when it has come back.
     """
 
-    def __init__(self, shares: Sequence[Device]) -> None:
-        self.devices, self.homes = pooled(shares)
-        self.stages = len(shares)
+    def __init__(self, devices: Sequence[Device], homes: Sequence[int]) -> None:
+        self.devices, self.homes = tuple(devices), tuple(homes)
+        self.stages = len(homes)
         self.epoch = 1
         self.traversals = 0
         self._closed = False
@@ -95,7 +95,7 @@ class LocalChain(Chain):
     """Stages in the caller's process, applied one after another."""
 
     def __init__(self, workers: Sequence[StageWorker]) -> None:
-        super().__init__([worker.share() for worker in workers])
+        super().__init__(*pooled([worker.share() for worker in workers]))
         self._workers = list(workers)
         for worker, home in zip(workers, self.homes, strict=True):
             worker.reserve(self.devices[home].budget)

@@ -35,14 +35,15 @@ class LaneChain(Chain):
     def __init__(
         self,
         specs: Sequence[StageSpec],
-        shares: Sequence[Device],
+        devices: Sequence[Device],
+        homes: Sequence[int],
         out: Lane,
         back: Lane,
         control: Sequence[Lane],
         autopsy: Callable[[], str | None],
         on_close: Callable[[], None],
     ) -> None:
-        super().__init__(shares)
+        super().__init__(devices, homes)
         self._specs = list(specs)
         self._out, self._back = out, back
         self._autopsy, self._on_close = autopsy, on_close

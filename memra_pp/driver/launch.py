@@ -62,8 +62,8 @@ def launch(
         stages: number of stages, cut evenly; `cuts` names the first layer of every stage after the first instead. With
             neither, `MEMRA_PP_STAGES`, `MEMRA_PP_SPLITS` or `MEMRA_PP_SPLIT`, else one stage.
         balance: how `stages` are cut: `even`, or `bytes`, where the most sessions of `max_ctx` rows fit beside the weights.
-        devices: `auto` (a device a stage), or a name a stage, `cpu` or `cpu:N`; stages that name the same one share its bytes.
-            With neither, `MEMRA_PP_DEVICES`, names separated by commas.
+        devices: a name a stage, `cpu` or `cpu:N`; stages that name the same one share its bytes. `auto`: the names in
+            `MEMRA_PP_DEVICES`, separated by commas, else a device a stage.
         backend: `ray` (one actor a stage) or `local` (all stages in this process).
         policy: K/V formats and ring switch (default: from the environment, once, here).
         mtp: keep cache for MTP/NextN blocks, on the last stage.

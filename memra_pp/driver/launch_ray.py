@@ -215,7 +215,7 @@ class _Launch:
         control = [self._lane(a, "control", name) for a, name in zip(addresses, names, strict=True)]
         back = self._listener.accept("frames", WIRE_S)
         self._lanes.append(back)
-        return LaneChain(self._specs, shares, out, back, control, self.autopsy, self.close)
+        return LaneChain(self._specs, devices, homes, out, back, control, self.autopsy, self.close)
 
     def autopsy(self) -> str | None:
         """Which stage's serving ended, and why: the first that did not merely lose its neighbour."""

@@ -24,16 +24,7 @@ class OwnedLock:
 
     def try_run(self, action: Callable[[], object]) -> bool:
         """Calls `action` with the lock held, unless another thread holds it; whether it did."""
-        try:
-            taken = bool(self._lock.acquire(blocking=False))
-            if taken:
-                action()
-            return taken
-        finally:
-            try:  # noqa: SIM105, as below
-                self._lock.release()
-            except RuntimeError:
-                pass
+        return self._held(action, 0.0) is not None
 
     def run(self, action: Callable[[], T], timeout: float, busy: str) -> T:
         """Calls `action` with the lock held. A thread that holds it does not take it again.
@@ -41,10 +32,17 @@ class OwnedLock:
         Raises:
             StageError: another thread held it for `timeout` seconds; `busy` says with what.
         """
+        done = self._held(action, timeout)
+        if done is None:
+            raise StageError(f"{busy} for {timeout:.0f} s")
+        return done[0]
+
+    def _held(self, action: Callable[[], T], timeout: float) -> tuple[T] | None:
+        """What `action` gives with the lock held; None if it could not be taken in time."""
         try:
             if not self._lock.acquire(timeout=timeout):
-                raise StageError(f"{busy} for {timeout:.0f} s")
-            return action()
+                return None
+            return (action(),)
         finally:
             # An interrupt strikes at calls of Python functions: before this one of C's there is no such place, and none may be.
             try:  # noqa: SIM105

@@ -47,7 +47,7 @@ class Opener:
             StageError: a stage failed, or this thread is in the middle of a step.
         """
         self._require_between_steps()
-        self._finish()
+        self._end_now()
         with self._or_not_at_all(request.session):
             admit = self._door.enter(request, timeout_s, self._meanwhile)
             self._alone(lambda: self._open(request, admit))
@@ -56,7 +56,7 @@ class Opener:
         """As `open`, for a task. One that is cancelled while its stages open is closed by its thread, once they have."""
         self._require_between_steps()
         if self._ending:
-            await asyncio.to_thread(self._finish)
+            await asyncio.to_thread(self._end_now)
         admit = await self._door.enter_async(request, timeout_s, self._meanwhile_async)
         opened, given_up = threading.Event(), threading.Event()
 
@@ -85,7 +85,7 @@ class Opener:
         Cut short, or begun by a finalizer in the middle of a step, it goes on at the next open, close or `finish`.
         """
         self.end_later(session)
-        self._finish()
+        self._end_now()
 
     def end_later(self, session: int) -> None:
         """Marks a session to be closed at the next open, close or `finish`: all that a finalizer should do."""
@@ -129,7 +129,8 @@ class Opener:
         except StageError as error:
             log.warning("a close goes on later: %s", error)
 
-    def _finish(self) -> None:
+    def _end_now(self) -> None:
+        """Ends those that are ending, after whoever is at work."""
         if self._ending and not self._busy:
             self._alone(self._end_all)
 

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -91,7 +92,7 @@ class StageWorker:
         """
         budget = self.spec.budget_bytes
         if budget is None:
-            budget = available_bytes() // self.spec.share - self._workspace() - RESERVE_BYTES
+            budget = available_bytes() // self.spec.share - self._workspace - RESERVE_BYTES
             if budget < 1:
                 raise StageError(f"{self.spec}: no memory is left for caches: {-budget} bytes short; use more machines")
         return Device(self.spec.device, budget, self.device.granularity)
@@ -111,7 +112,7 @@ class StageWorker:
     @property
     def learned_bytes(self) -> int:
         """The most bytes that the device has handed out beside slabs since, beyond the workspace that was planned."""
-        return max(0, self.device.peak_bytes - self._loaded_bytes - self._workspace())
+        return max(0, self.device.peak_bytes - self._loaded_bytes - self._workspace)
 
     def apply(self, frame: Frame) -> None:
         """Applies a frame in place: its rows become this stage's, its notes gain what this stage has to say.
@@ -182,6 +183,7 @@ class StageWorker:
         self.sessions.clear()
         self.device.close()
 
+    @cached_property
     def _workspace(self) -> int:
         return self.model.workspace_bytes(self.spec.max_rows)
 

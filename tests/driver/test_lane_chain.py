@@ -81,7 +81,9 @@ class Stages:
         control = [Lane(ours, str(spec)) for (ours, _), spec in zip(controls, SPECS, strict=True)]
         for sock in (*(b for _, b in pairs[:-1]), *(a for a, _ in pairs[1:]), *(b for _, b in controls)):
             sock.close()
-        self.chain = LaneChain(SPECS, [Device(str(spec), 1) for spec in SPECS], out, back, control, autopsy, self.on_close)
+        self.chain = LaneChain(
+            SPECS, [Device(str(spec), 1) for spec in SPECS], range(STAGES), out, back, control, autopsy, self.on_close
+        )
         self.chain.roundtrip(Entry(PING, 0, 0, 1), [], WAIT_S)
 
     def on_close(self):

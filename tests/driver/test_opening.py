@@ -127,6 +127,20 @@ def test_an_open_waits_until_another_session_closes_and_the_first_to_come_is_the
     assert order == [0, 1, 2]
 
 
+def hold_up(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch, op: int) -> tuple[threading.Event, threading.Event]:
+    """Has entries of `op` wait before the stages: set once one has come there, and to be set for it to go on."""
+    reached, go, roundtrip = threading.Event(), threading.Event(), pipe.chain._roundtrip
+
+    def slowly(frame: Any, timeout: float) -> Any:
+        if frame.entries[0].op == op:
+            reached.set()
+            assert go.wait(WAIT_S)
+        return roundtrip(frame, timeout)
+
+    monkeypatch.setattr(pipe.chain, "_roundtrip", slowly)
+    return reached, go
+
+
 def until(true: Callable[[], bool]) -> None:
     """Asks over and over; each answer takes a trip through the stages' books."""
     deadline = threading.Event()
@@ -267,16 +281,8 @@ def test_a_task_waits_without_a_thread_and_one_that_is_cancelled_leaves_the_queu
 
 
 def test_a_task_that_is_cancelled_while_its_stages_open_gives_everything_back(room_for, monkeypatch):
-    pipe, reached, go = room_for(1), threading.Event(), threading.Event()
-    roundtrip = pipe.chain._roundtrip
-
-    def slowly(frame: Any, timeout: float) -> Any:
-        if frame.entries[0].op == OPEN:
-            reached.set()
-            assert go.wait(WAIT_S)
-        return roundtrip(frame, timeout)
-
-    monkeypatch.setattr(pipe.chain, "_roundtrip", slowly)
+    pipe = room_for(1)
+    reached, go = hold_up(pipe, monkeypatch, OPEN)
 
     async def tasks() -> None:
         task = asyncio.create_task(pipe.open_async(PROMPT, max_new_tokens=NEW))
@@ -349,16 +355,9 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 
 def test_a_wait_ends_in_time_and_stats_are_there_while_another_session_opens(room_for, monkeypatch):
-    pipe, reached, go = room_for(2), threading.Event(), threading.Event()
-    holder, roundtrip = opened(pipe), pipe.chain._roundtrip
-
-    def slowly(frame: Any, timeout: float) -> Any:
-        if frame.entries[0].op == OPEN:
-            reached.set()
-            assert go.wait(WAIT_S)
-        return roundtrip(frame, timeout)
-
-    monkeypatch.setattr(pipe.chain, "_roundtrip", slowly)
+    pipe = room_for(2)
+    holder = opened(pipe)
+    reached, go = hold_up(pipe, monkeypatch, OPEN)
     thread = threading.Thread(target=lambda: opened(pipe).close())
     thread.start()
     assert reached.wait(WAIT_S)
@@ -370,16 +369,9 @@ def test_a_wait_ends_in_time_and_stats_are_there_while_another_session_opens(roo
 
 
 def test_a_wait_ends_in_time_and_stats_are_there_in_the_middle_of_a_step_that_a_close_waits_for(room_for, monkeypatch):
-    pipe, reached, go = room_for(2), threading.Event(), threading.Event()
-    busy, dropped, roundtrip = opened(pipe), opened(pipe), pipe.chain._roundtrip
-
-    def slowly(frame: Any, timeout: float) -> Any:
-        if frame.entries[0].op == STEP:
-            reached.set()
-            assert go.wait(WAIT_S)
-        return roundtrip(frame, timeout)
-
-    monkeypatch.setattr(pipe.chain, "_roundtrip", slowly)
+    pipe = room_for(2)
+    busy, dropped = opened(pipe), opened(pipe)
+    reached, go = hold_up(pipe, monkeypatch, STEP)
     thread = threading.Thread(target=busy.prefill)
     thread.start()
     assert reached.wait(WAIT_S)

@@ -30,22 +30,20 @@ def main() -> None:
     print("kv heads  group  head  formats      decode ms  copy ms  x copy   prefill ms  GMAC/s  x rows")
     with Threads(1) as threads:
         for n_head_kv, group, dim, k_fmt, v_fmt in SHAPES:
-            spec = AttentionSpec(n_head_kv, dim, dim, k_fmt, v_fmt, None, dim**-0.5)
-            k, v = (
-                blocks.quantize(fmt, rng.standard_normal(TOKENS * n_head_kv * dim, dtype=np.float32)) for fmt in (k_fmt, v_fmt)
-            )
+            spec, formats = AttentionSpec(n_head_kv, dim, dim, None, dim**-0.5), (k_fmt, v_fmt)
+            k, v = (blocks.quantize(fmt, rng.standard_normal(TOKENS * n_head_kv * dim, dtype=np.float32)) for fmt in formats)
             k_copy, v_copy = np.empty_like(k), np.empty_like(v)
             q = rng.standard_normal((CHUNK, n_head_kv * group, dim), dtype=np.float32)
 
-            def decode(q=q[-1:], k=k, v=v, spec=spec):
-                return attention(q, k, v, spec, TOKENS - 1, 0, threads)
+            def decode(q=q[-1:], k=k, v=v, formats=formats, spec=spec):
+                return attention(q, k, v, formats, spec, TOKENS - 1, 0, threads)
 
             def copy(k=k, v=v, k_copy=k_copy, v_copy=v_copy):
                 np.copyto(k_copy, k)
                 np.copyto(v_copy, v)
 
-            def prefill(q=q, k=k, v=v, spec=spec):
-                return attention(q, k, v, spec, TOKENS - CHUNK, 0, threads)
+            def prefill(q=q, k=k, v=v, formats=formats, spec=spec):
+                return attention(q, k, v, formats, spec, TOKENS - CHUNK, 0, threads)
 
             decoding, copying = (seconds * 1e3 for seconds in medians(decode, copy, rounds=41))
             chunk = medians(prefill, rounds=3)[0] * 1e3

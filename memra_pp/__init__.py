@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cache.formats import KvPolicy
     from .config.model import ModelConfig
+    from .driver.calls import Round, SessionSnapshot
     from .driver.drafters import Draft
     from .driver.launch import launch
     from .driver.pipeline import Pipeline
     from .driver.sampling import Sampler, SamplingParams
-    from .driver.session import Round, Session, SessionSnapshot
-    from .errors import AdmissionError, MemraError
+    from .driver.session import Session
+    from .errors import AdmissionError, MemraError, SessionCancelled
 
 __all__ = [
     "AdmissionError",
@@ -28,6 +29,7 @@ __all__ = [
     "Sampler",
     "SamplingParams",
     "Session",
+    "SessionCancelled",
     "SessionSnapshot",
     "launch",
 ]
@@ -39,11 +41,12 @@ _HOMES = {
     "MemraError": ".errors",
     "ModelConfig": ".config.model",
     "Pipeline": ".driver.pipeline",
-    "Round": ".driver.session",
+    "Round": ".driver.calls",
     "Sampler": ".driver.sampling",
     "SamplingParams": ".driver.sampling",
     "Session": ".driver.session",
-    "SessionSnapshot": ".driver.session",
+    "SessionCancelled": ".errors",
+    "SessionSnapshot": ".driver.calls",
     "launch": ".driver.launch",
 }
 

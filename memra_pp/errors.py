@@ -53,6 +53,10 @@ class StageError(MemraError):
     """A stage failed, died or did not answer in time."""
 
 
+class SessionCancelled(MemraError):
+    """A call of a session that was cancelled; others do not notice. Close the session."""
+
+
 class LaneError(StageError):
     """A lane between processes broke: end of file, silence, a bad frame or a failed handshake."""
 

@@ -2,7 +2,7 @@
 
 from .admission import Admission, Request, Ticket
 from .arena import Arena
-from .balance import best_fence
+from .balance import WorkTimes, best_fence, fence_by_time
 from .cost import CostModel
 from .ledger import Device, Ledger, Shortage, pooled
 from .planner import CutPlan, Plan, StagePlan, plan
@@ -27,8 +27,10 @@ __all__ = [
     "StagePlan",
     "Ticket",
     "Verdict",
+    "WorkTimes",
     "best_fence",
     "checked_recurrent",
+    "fence_by_time",
     "plan",
     "pooled",
     "session_ctx",

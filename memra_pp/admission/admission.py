@@ -41,7 +41,7 @@ class Ticket:
     charges: tuple[int, ...]
     deadline: float
     passed: int = 0
-    outcome: Outcome = field(default_factory=Outcome)
+    outcome: Outcome[Admit | Refuse] = field(default_factory=Outcome)
 
 
 class Admission:

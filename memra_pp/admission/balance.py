@@ -1,9 +1,11 @@
-"""`best_fence`: the cut that lets the most sessions fit, over devices that may differ."""
+"""The best cuts, found exactly: `best_fence` lets the most sessions fit, over devices that may differ, and `fence_by_time` has
+the slowest stage take the least time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 from ..cache import KvPolicy
@@ -19,11 +21,27 @@ UNBOUNDED = 1 << 62
 """The sessions that a stage without any cache can hold."""
 
 _NEVER = -(1 << 80)
-_FAR = 1 << 80
+_FAR = 1 << 200
 
 _Stage: TypeAlias = Callable[[int, int, int], tuple[int, int]]
 _Score: TypeAlias = Callable[[int, int, int], int]
 """What stage `s` comes to when it runs the trunk layers `[lo, hi)`, called with `(s, lo, hi)`."""
+
+
+@dataclass(frozen=True)
+class WorkTimes:
+    """Seconds that one step of some kind of work takes in the embedding, in each trunk layer, and in the head."""
+
+    embed_s: float
+    layers_s: tuple[float, ...]
+    head_s: float
+
+    def of_stages(self, fence: Fence) -> list[float]:
+        """Each stage's seconds; the embedding is the first one's, the head the last one's."""
+        seconds = [sum(self.layers_s[lo:hi]) for lo, hi in pairwise(fence)]
+        seconds[0] += self.embed_s
+        seconds[-1] += self.head_s
+        return seconds
 
 
 def sessions_in(room: int, slab: int) -> int:
@@ -69,7 +87,42 @@ def best_fence(
     if most == 0:
         score = margin
         most = _highest(score, cuts, len(devices))
-    return _closest(score, most, cuts, even)
+    return _cheapest(score, most, _off(even), cuts, len(devices))
+
+
+def fence_by_time(cfg: ModelConfig, times: WorkTimes, stages: int) -> Fence:
+    """The fence of `stages` stages whose slowest takes the least time.
+
+    Exact, over every valid cut and to the nanosecond, in O(stages * cuts**2) steps. Of equals it is the one whose stages take
+    the most even times (the least sum of squares), of those the one whose cuts are off the even ones least in total, and of
+    those the first in order.
+
+    Raises:
+        ConfigError: the model cannot be cut into so many stages, or `times` are of another number of layers.
+    """
+    even = nearest_even_fence(cfg, stages)
+    if len(times.layers_s) != cfg.n_trunk:
+        raise ConfigError(f"times of {len(times.layers_s)} layers for a trunk of {cfg.n_trunk}: measure them with this config")
+    cuts, last, off = [0, *valid_cuts(cfg), cfg.n_trunk], stages - 1, _off(even)
+    embed, head, *layers = (round(1e9 * seconds) for seconds in (times.embed_s, times.head_s, *times.layers_s))
+    time_to = [0, *accumulate(layers)]
+    above_any_off = stages * cfg.n_trunk
+
+    def time(s: int, lo: int, hi: int) -> int:
+        return time_to[hi] - time_to[lo] + (embed if s == 0 else 0) + (head if s == last else 0)
+
+    def haste(s: int, lo: int, hi: int) -> int:
+        return -time(s, lo, hi)
+
+    def cost(s: int, lo: int, hi: int) -> int:
+        return time(s, lo, hi) ** 2 * above_any_off + off(s, lo, hi)
+
+    return _cheapest(haste, _highest(haste, cuts, stages), cost, cuts, stages)
+
+
+def _off(even: Fence) -> _Score:
+    """How far the cut behind a stage is off the even one."""
+    return lambda s, lo, hi: abs(hi - even[s + 1])
 
 
 def _stage(cfg: ModelConfig, policy: KvPolicy, shape: SessionShape, devices: Sequence[Device], weights: WeightBytes) -> _Stage:
@@ -108,24 +161,24 @@ def _highest(score: _Score, cuts: Sequence[int], stages: int) -> int:
     return best[-1]
 
 
-def _closest(score: _Score, least: int, cuts: Sequence[int], even: Fence) -> Fence:
-    """The fence over `cuts` closest to `even` whose every stage scores `least` or more.
+def _cheapest(score: _Score, least: int, cost: _Score, cuts: Sequence[int], stages: int) -> Fence:
+    """The fence over `cuts` whose stages cost least in total, of those whose every stage scores `least` or more.
 
-    `off[j]` is how far the cuts after `cuts[j]`, where stage `s` begins, are off the even ones at least; `ends[s][j]` is where
-    the stage then ends.
+    `total[j]` is what the stages from `s` on cost at least when stage `s` begins at `cuts[j]`; `ends[s][j]` is where it then
+    ends.
     """
     end = len(cuts) - 1
-    off, ends = [_FAR] * end + [0], list[list[int]]()
-    for s in reversed(range(len(even) - 1)):
+    total, ends = [_FAR] * end + [0], list[list[int]]()
+    for s in reversed(range(stages)):
         row, ends_here = [_FAR] * len(cuts), [end] * len(cuts)
         for j in range(end):
             for i in range(j + 1, end + 1):
                 if score(s, cuts[j], cuts[i]) < least:
                     break
-                total = abs(cuts[i] - even[s + 1]) + off[i]
-                if total < row[j]:
-                    row[j], ends_here[j] = total, i
-        off = row
+                here = cost(s, cuts[j], cuts[i]) + total[i]
+                if here < row[j]:
+                    row[j], ends_here[j] = here, i
+        total = row
         ends.append(ends_here)
     fence, at = [0], 0
     for ends_here in reversed(ends):

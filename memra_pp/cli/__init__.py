@@ -60,7 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--prompt", required=True, help="the text to continue")
     run.add_argument("--stages", type=int, help="pipeline stages, cut evenly (default: 1, or MEMRA_PP_STAGES)")
     run.add_argument("--cuts", type=cuts, help="first layer of every stage after the first, such as 6,12")
-    run.add_argument("--balance", default="even", choices=("even", "bytes"), help="cut evenly, or where most sessions fit")
+    run.add_argument(
+        "--balance",
+        default="even",
+        choices=("even", "bytes", "time", "time:decode", "time:prefill"),
+        help="cut evenly, where most sessions fit, or where measured decode (time for short) or prefill is fastest",
+    )
     run.add_argument("--backend", default="ray", choices=("ray", "local"), help="Ray actors, or all in this process")
     run.add_argument("--max-new", type=count, default=64, help="most tokens to generate (default: 64)")
     run.add_argument("--max-ctx", type=int, help="longest context in tokens (default: the model's)")

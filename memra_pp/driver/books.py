@@ -1,5 +1,5 @@
 """`Books`: what the driver knows of one session on every stage. It prepares each step before it is sent, so that what is
-refused has changed nothing, and writes down what every stage has applied.
+refused has changed nothing, and writes it down once it is sent: every stage applies it as it was prepared, or tells of a fault.
 
 A rollback is not sent by itself: it is owed, and rides in front of the next rows, with the accepted rows to be replayed where
 the model has recurrent state.
@@ -45,13 +45,18 @@ class Take(NamedTuple):
 
 @dataclass(frozen=True)
 class Step:
-    """A step that can be sent: its entry, the tokens of its rows, and the books as they are once it is applied."""
+    """A step that can be sent: its entry, the tokens of its rows, and the books as they are once it is applied.
+
+    `stood` is how many tokens had been fed, and `held` what the slots held, before it.
+    """
 
     entry: Entry
     rows: list[int]
     fed: list[int]
     plan: CachePlan
     slot: Slot | None
+    stood: int
+    held: tuple[Slot | None, ...]
 
 
 @dataclass
@@ -154,7 +159,7 @@ class Books:
         return self._prepare(epoch, self.replay[:rows], [], take)
 
     def commit(self, step: Step) -> None:
-        """Writes down a step that every stage has applied."""
+        """Writes down a step that is sent."""
         entry = step.entry
         done = entry.base_len + entry.rows
         self.plan = step.plan
@@ -199,14 +204,16 @@ class Books:
             self.plan.drop(slot.mark)
             self.drop |= 1 << slot.index
 
-    def restart(self) -> None:
-        """The stages have emptied the session after a step that failed: every token is to be replayed, every live snapshot to
-        be taken again."""
+    def restart(self, failed: Step) -> None:
+        """The stages have emptied the session, in the turn `seq`, after a step that failed: what it and those behind it did is
+        undone, every token before it is to be replayed, every live snapshot to be taken again."""
+        del self.tokens[failed.stood :]
+        self.slots = list(failed.held)
         live = [slot for slot in self.slots if slot is not None]
         self.retake = sorted(live, key=lambda slot: self.plan.live.index(slot.mark))
         self.plan = CachePlan.of(self.cfg, self.shape.ctx, self.policy)
         self.plan.pos = len(self.tokens)
-        self.seq += 2  # the failed step's turn, and the reset's
+        self.seq += 1
         self.drop, self.kept, self.owed = 0, {}, Owed(0, 0, 0)
 
     def _stood(self) -> CachePlan:
@@ -240,4 +247,4 @@ class Books:
             slot = Slot(take.slot, plan.snapshot(take.pin, owed.base + take.at))
             entry = entry._replace(snapshot=1 + take.slot, snapshot_at=take.at, pin=int(take.pin))
         plan.pos = len(self.tokens) + len(fed)
-        return Step(entry, rows, fed, plan, slot)
+        return Step(entry, rows, fed, plan, slot, len(self.tokens), tuple(self.slots))

@@ -1,36 +1,28 @@
-"""`Chain`: how a frame gets through all stages and back. In this process here; over lanes in `lane_chain`."""
+"""`Chain`: how frames get through all stages and back. In this process here; over lanes in `lane_chain`."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-import logging
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..admission import Device, pooled
 from ..errors import StageError
-from ..models.protocol import Array
-from ..stage.frames import Entry, Frame, Note
+from ..stage.frames import Frame
 from ..stage.worker import StageWorker
-from .locks import OwnedLock
-
-log = logging.getLogger(__name__)
 
 Progress = Callable[[str, int, int], None]
 """Told what is being done, and how many of how many steps of a launch are done."""
 
 
-CLOSE_S = 60.0
-"""How long a close waits for another thread's step."""
-
-
 class Chain(ABC):
-    """The stages in order. One frame travels at a time.
+    """The stages in order. Frames come back in the order in which they were sent.
 
-    `devices` are what the stages run on, and `homes` the device of each, by index (see `pooled`). Whoever has sent a frame
-    calls `after_step` when it has come back.
+    One thread sends and receives, the scheduler's; `wake` and what follows it may be called from any. `devices` are what the
+    stages run on, and `homes` the device of each, by index (see `pooled`).
     """
 
     def __init__(self, devices: Sequence[Device], homes: Sequence[int]) -> None:
@@ -38,49 +30,46 @@ class Chain(ABC):
         self.stages = len(homes)
         self.epoch = 1
         self.traversals = 0
-        self._closed = False
-        self._lock = OwnedLock()
-        self._ids = itertools.count(1)
-        self.after_step: Callable[[], None] = lambda: None
 
-    def roundtrip(self, entry: Entry, arrays: list[Array], timeout: float, note: Note | None = None) -> Frame:
-        """Sends an entry, its rows and its note through every stage; the frame as it came back, its arrays the caller's own.
+    @property
+    def overlap(self) -> int:
+        """How many frames may be on their way, each on another stage."""
+        return self.stages
+
+    def send(self, frame: Frame) -> None:
+        """Sends a frame on its way through every stage.
 
         Raises:
-            StageError: a stage died or did not answer within `timeout` seconds; the message names it.
+            FrameError: no lane carries it; nothing was sent.
+            StageError: a stage is gone; the message names it.
         """
-        if self._lock.mine:
-            raise StageError("a step was begun in the middle of another one of this thread, by a signal handler or a finalizer")
+        self.traversals += 1
+        self._send(frame)
 
-        def step() -> Frame:
-            self.traversals += 1
-            return self._roundtrip(Frame(next(self._ids), [entry], arrays, {} if note is None else {0: note}), timeout)
+    @abstractmethod
+    def _send(self, frame: Frame) -> None: ...
 
-        reply = self._lock.run(step, timeout, "the pipeline was busy with other threads' steps")
-        self.after_step()
-        return reply
+    @abstractmethod
+    def recv(self, timeout: float) -> Frame | None:
+        """The next frame that comes back, its arrays the caller's own; None if none did within `timeout` seconds, or before a
+        `wake`.
 
-    @property
-    def in_step(self) -> bool:
-        """Whether this thread is in the middle of a step: in a signal handler, or a finalizer that ran meanwhile."""
-        return self._lock.mine
+        Raises:
+            StageError: a stage is gone; the message names it.
+        """
 
-    @property
-    def idle(self) -> bool:
-        """Whether no frame is on its way."""
-        return self._lock.try_run(lambda: None)
+    @abstractmethod
+    def wake(self) -> None:
+        """Ends the `recv` under way, or the next one. Takes no lock."""
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise StageError("this pipeline is closed: launch it again")
+    @abstractmethod
+    def fail(self, error: StageError) -> StageError:
+        """Gives the stages up, unless that was done before; the error that says why."""
 
     @property
     @abstractmethod
     def failed(self) -> bool:
         """Whether a stage was lost, so that nothing more can be asked."""
-
-    @abstractmethod
-    def _roundtrip(self, frame: Frame, timeout: float) -> Frame: ...
 
     @abstractmethod
     def stats(self) -> list[dict[str, Any]]:
@@ -92,41 +81,56 @@ class Chain(ABC):
 
 
 class LocalChain(Chain):
-    """Stages in the caller's process, applied one after another."""
+    """Stages in this process: a frame passes them all while it is sent."""
 
     def __init__(self, workers: Sequence[StageWorker]) -> None:
         super().__init__(*pooled([worker.share() for worker in workers]))
         self._workers = list(workers)
+        self._back: deque[Frame] = deque()
+        self._bell = threading.Lock()
+        self._failure: StageError | None = None
         for worker, home in zip(workers, self.homes, strict=True):
             worker.reserve(self.devices[home].budget)
 
     @property
-    def failed(self) -> bool:
-        return self._closed
+    def overlap(self) -> int:
+        return 1  # its stages take turns
 
-    def _roundtrip(self, frame: Frame, timeout: float) -> Frame:
+    @property
+    def failed(self) -> bool:
+        return self._failure is not None
+
+    def _send(self, frame: Frame) -> None:
         self._require_open()
         for worker in self._workers:
             worker.apply(frame)
-        return frame
+        self._back.append(frame)
+
+    def recv(self, timeout: float) -> Frame | None:
+        self._require_open()
+        if not self._back:
+            self._bell.acquire(timeout=timeout)
+        return self._back.popleft() if self._back else None
+
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it rings already
+            self._bell.release()
+
+    def fail(self, error: StageError) -> StageError:
+        self._failure = self._failure or error
+        return self._failure
 
     def stats(self) -> list[dict[str, Any]]:
         self._require_open()
         return [worker.stats() for worker in self._workers]
 
     def close(self) -> None:
-        if self.in_step:
-            self._end()
-            return
-        try:
-            self._lock.run(self._end, CLOSE_S, "the pipeline was busy with another thread's step")
-        except StageError as error:
-            log.warning("closing although %s", error)
-            self._end()
-
-    def _end(self) -> None:
-        self._closed = True
+        self.fail(StageError("this pipeline is closed: launch it again"))
         workers, self._workers = self._workers, []
         with contextlib.ExitStack() as each:
             for worker in workers:
                 each.callback(worker.close)
+
+    def _require_open(self) -> None:
+        if self._failure is not None:
+            raise self._failure

@@ -1,22 +1,29 @@
-"""Where `launch` cuts a model: evenly, where it is told to, or where the most sessions fit."""
+"""Where `launch` cuts a model: evenly, where it is told to, where the most sessions fit, or where steps take the least time."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from ..admission import Device, SessionShape, best_fence
+from ..admission import Device, SessionShape, WorkTimes, best_fence, fence_by_time
 from ..admission.planner import Setup
 from ..cache import KvPolicy
 from ..config import ModelConfig, WeightBytes, estimate_weight_bytes, read_weight_bytes
 from ..config.fence import Fence, even_fence, fence_from_cuts, fence_from_env
 from ..errors import ConfigError
 from ..kernels.cpu import available_bytes
-from ..models.parts import Forward
+from ..models.parts import Forward, head_tensor
 from ..models.protocol import StageModel
+from ..models.weights import open_weights
 from ..stage.worker import RESERVE_BYTES
+from .chain import Progress
+from .layer_times import WorkKind, measure_layers
+
+log = logging.getLogger(__name__)
 
 
 def fence_for(cfg: ModelConfig, stages: int | None, cuts: Sequence[int] | None) -> Fence:
@@ -65,9 +72,56 @@ def fence_by_bytes(
     return best_fence(cfg, policy, shape, setup.budgets, setup.weights)
 
 
+def cut_by_time(
+    cfg: ModelConfig,
+    policy: KvPolicy,
+    path: Path,
+    model: type[StageModel],
+    stages: int,
+    work: WorkKind,
+    threads: int,
+    max_rows: int,
+    progress: Progress,
+) -> tuple[Fence, dict[str, Any]]:
+    """The fence whose slowest stage takes the least time for a step of `work`, and what `stats()["cut"]` says of it.
+
+    That is, for `decode` and for `prefill`, what `measure_layers` has found, the `fence` that is best for such work, and
+    `stage_s`, the seconds of its stages. Where the two fences differ, that is logged.
+
+    Args:
+        threads: kernel threads a stage.
+        max_rows: most rows of a step.
+
+    Raises:
+        ConfigError: the model cannot be cut into so many stages, or its weights cannot be loaded.
+    """
+    measured = measure_layers(path, cfg, model, policy, threads, max_rows, progress)
+    fences = {kind: fence_by_time(cfg, times, stages) for kind, times in measured.items()}
+    if fences["decode"] != fences["prefill"]:
+        wants = " and ".join(f"{kind} is fastest with the fence {list(fence)}" for kind, fence in fences.items())
+        log.info("%s: %s; it is cut for %s", path.name, wants, work)
+    return fences[work], {"by": f"time:{work}"} | {kind: _told(fences[kind], times) for kind, times in measured.items()}
+
+
+def _told(fence: Fence, times: WorkTimes) -> dict[str, Any]:
+    return {
+        "fence": list(fence),
+        "stage_s": times.of_stages(fence),
+        "embed_s": times.embed_s,
+        "layers_s": list(times.layers_s),
+        "head_s": times.head_s,
+    }
+
+
 def _weights(cfg: ModelConfig, path: Path, model: type[StageModel]) -> WeightBytes:
-    """What a model's stages hold: the files' bytes; the reference forwards hold f32, and read the embedding where it lies."""
+    """What a model's stages hold: the files' bytes, or f32 in the reference forwards.
+
+    These keep an output matrix in q8_0 as it is, and read the embedding where it lies.
+    """
     if not issubclass(model, Forward):
         return read_weight_bytes(path, cfg)
     f32 = {**cfg.hparams, "dtype": "float32", "torch_dtype": None, "quantization_config": None}
-    return replace(estimate_weight_bytes(replace(cfg, hparams=f32)), embedding=0, tied=False)
+    held = estimate_weight_bytes(replace(cfg, hparams=f32))
+    blocks = open_weights(path).q8_0(head_tensor(held.tied))
+    matrix = held.head_matrix if blocks is None else blocks.nbytes
+    return replace(held, embedding=0, head=held.head - held.head_matrix + matrix, head_matrix=matrix, tied=False)

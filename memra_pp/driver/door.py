@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError
@@ -44,12 +41,10 @@ class Door:
         asked = self._ask(request, timeout_s)
         if not isinstance(asked, Ticket):
             return _admitted(asked)
-        told, end = threading.Lock(), time.monotonic() + timeout_s
-        told.acquire()
-        asked.outcome.on_told = told.release
+        end = time.monotonic() + timeout_s
         while not asked.outcome.done() and (left := end - time.monotonic()) > 0:
             meanwhile()
-            told.acquire(timeout=min(LOOK_S, left))
+            asked.outcome.wait(min(LOOK_S, left))
         return self._outcome(asked)
 
     async def enter_async(self, request: Request, timeout_s: float, meanwhile: Callable[[], Awaitable[None]]) -> Admit:
@@ -57,13 +52,11 @@ class Door:
         asked = self._ask(request, timeout_s)
         if not isinstance(asked, Ticket):
             return _admitted(asked)
-        loop, told, end = asyncio.get_running_loop(), asyncio.Event(), time.monotonic() + timeout_s
-        asked.outcome.on_told = lambda: _wake(loop, told)
+        end = time.monotonic() + timeout_s
         try:
             while not asked.outcome.done() and (left := end - time.monotonic()) > 0:
                 await meanwhile()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(told.wait(), min(LOOK_S, left))
+                await asked.outcome.wait_async(min(LOOK_S, left))
         except BaseException:
             self.leave(request.session)
             raise
@@ -118,11 +111,6 @@ class Door:
             return done
 
         return self._lock.run(decide, LOCK_S, "admission was busy")
-
-
-def _wake(loop: asyncio.AbstractEventLoop, told: asyncio.Event) -> None:
-    with contextlib.suppress(RuntimeError):  # its loop has ended
-        loop.call_soon_threadsafe(told.set)
 
 
 def _admitted(verdict: Verdict) -> Admit:

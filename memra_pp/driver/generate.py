@@ -1,10 +1,9 @@
-"""The loop of a generation: plain decoding is a round without drafts."""
+"""The loop of a generation: plain decoding is a round without drafts. It yields tokens, and the outcomes it must wait for."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -13,13 +12,13 @@ from .drafters import Draft, DraftControl, Drafter, checked_drafts
 from .sampling import Sampler, SamplingParams
 
 if TYPE_CHECKING:
+    from .calls import Calls, Generation
     from .pipeline import Pipeline
-    from .session import Session
 
 
 def generate(
-    pipe: Pipeline, session: Session, max_new_tokens: int, sampling: SamplingParams | None, draft: Draft | None
-) -> Iterator[int]:
+    pipe: Pipeline, calls: Calls, max_new_tokens: int, sampling: SamplingParams | None, draft: Draft | None
+) -> Generation:
     """Feeds the prompt of a fresh session, then gives out tokens one by one (see `Pipeline.generate`).
 
     Raises:
@@ -28,38 +27,45 @@ def generate(
     sampler = Sampler(sampling)
     require(draft is None or isinstance(draft, Draft), InputError, "draft", draft, "a Draft, or None")
     most = checked_int(InputError, "max_new_tokens", max_new_tokens, 0, sys.maxsize)
-    if draft is not None and draft.k > session.shape.speculate:
-        raise InputError(f"draft.k={draft.k}: this session was opened with speculate={session.shape.speculate}; open with more")
-    if draft is not None and not session.shape.snapshots:
+    if draft is not None and draft.k > calls.shape.speculate:
+        raise InputError(f"draft.k={draft.k}: this session was opened with speculate={calls.shape.speculate}; open with more")
+    if draft is not None and not calls.shape.snapshots:
         raise InputError("drafts need a snapshot, and this session was opened with snapshots=0: open with one more")
     if sampler.params.top_k > pipe.cfg.n_vocab:
         raise InputError(f"top_k={sampler.params.top_k}: the vocabulary has {pipe.cfg.n_vocab} tokens; 0 stands for all")
     if not most:
         return
-    ends = _Ends(pipe, sampler.params)
-    for made, token in enumerate(_tokens(pipe, session, most, sampler, draft), start=1):
-        if token in ends.ids:
-            return
-        yield token
-        if made == most or ends.reached(token):
-            return
+    ends, made = _Ends(pipe, sampler.params), 0
+    tokens = _tokens(pipe, calls, most, sampler, draft)
+    for item in tokens:
+        if isinstance(item, int):
+            if item in ends.ids:
+                return
+            made += 1
+            yield item
+            if made == most or ends.reached(item):
+                return
+        else:
+            yield item
 
 
-def _tokens(pipe: Pipeline, session: Session, most: int, sampler: Sampler, draft: Draft | None) -> Iterator[int]:
+def _tokens(pipe: Pipeline, calls: Calls, most: int, sampler: Sampler, draft: Draft | None) -> Generation:
     """The tokens sampled, as long as there is room for their rows."""
-    with nullcontext() if draft is None else pipe.drafter(draft, session.shape.ctx) as drafter:
+    books = calls.books
+    with nullcontext() if draft is None else pipe.drafter(draft, calls.shape.ctx) as drafter:
         control = DraftControl(1 if draft is None else draft.k)
-        token = sampler.pick(session.prefill(want=sampler.want), session.pos)
+        answer = yield from calls.prefill(False, sampler.want)
+        token = sampler.pick(answer, books.plan.pos)
         yield token
         made = 1
-        while session.pos < session.shape.ctx:
+        while books.plan.pos < calls.shape.ctx:
             started = time.perf_counter()
             drafts: list[int] = []
             if drafter is not None:
-                k = min(control.next_k(), session.drafts_possible, most - made - 1)
-                drafts = _drafts(drafter, session, token, k, pipe.cfg.n_vocab)
+                k = min(control.next_k(), calls.drafts_possible(), most - made - 1)
+                drafts = _drafts(drafter, books.tokens, token, k, pipe.cfg.n_vocab)
             drafted = time.perf_counter()
-            done = session.round(drafts, sampler, next=token)
+            done = yield from calls.round(drafts, sampler, token)
             control.record(len(drafts), done.accepted, 1 + len(drafts), time.perf_counter() - drafted, drafted - started)
             token = done.next
             made += done.accepted + 1
@@ -67,9 +73,9 @@ def _tokens(pipe: Pipeline, session: Session, most: int, sampler: Sampler, draft
             yield token
 
 
-def _drafts(drafter: Drafter, session: Session, token: int, k: int, n_vocab: int) -> list[int]:
-    """At most `k` drafts behind the session's tokens and `token`. The text is copied for a drafter that is asked only."""
-    return checked_drafts(drafter.propose([*session.tokens, token], k), k, n_vocab) if k > 0 else []
+def _drafts(drafter: Drafter, tokens: list[int], token: int, k: int, n_vocab: int) -> list[int]:
+    """At most `k` drafts behind the tokens fed and `token`. The text is copied for a drafter that is asked only."""
+    return checked_drafts(drafter.propose([*tokens, token], k), k, n_vocab) if k > 0 else []
 
 
 class _Ends:

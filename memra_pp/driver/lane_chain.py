@@ -5,13 +5,16 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
+import os
+import select
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..admission import Device
-from ..errors import FrameError, InputError, LaneError, StageError
+from ..errors import FrameError, LaneError, StageError
 from ..stage.frames import STATS, Frame
 from ..stage.lanes import Lane
 from ..stage.spec import StageSpec
@@ -49,6 +52,11 @@ class LaneChain(Chain):
         self._autopsy, self._on_close = autopsy, on_close
         self._failure: StageError | None = None
         self._failed = threading.Event()
+        self._closed = False
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll = select.poll()
+        for fd in (self._bell, back.fileno()):
+            self._poll.register(fd, select.POLLIN)
         self._heart = Heart(control, self._stage_died)
         atexit.register(self.close)  # for a pipeline that nobody closes
 
@@ -56,26 +64,33 @@ class LaneChain(Chain):
     def failed(self) -> bool:
         return self._failure is not None or self._closed
 
-    def _roundtrip(self, frame: Frame, timeout: float) -> Frame:
-        if self._failure is not None:
-            raise self._failure
-        self._require_open()
+    def _send(self, frame: Frame) -> None:
+        self._require_alive()
         try:
-            self._send(frame)
-            while True:
-                reply = self._back.recv(timeout)
-                if reply is None:
-                    raise self._fail(StageError(f"no answer from the pipeline within {timeout:.0f} s: a stage hangs"))
-                if reply.id == frame.id:
-                    reply.arrays = [a.copy() for a in reply.arrays]
-                    return reply
-        except FrameError as error:
-            raise InputError(f"this step cannot be sent: {error}") from error
+            self._out.send(frame, SEND_S)
+        except FrameError:
+            raise
         except LaneError as error:
-            raise self._fail(self._cause(error)) from error
+            raise self.fail(self._cause(error)) from error
+
+    def recv(self, timeout: float) -> Frame | None:
+        self._require_alive()
+        try:
+            if not self._back.pending and not self._readable(timeout):
+                return None
+            frame = self._back.recv(SEND_S)
+        except LaneError as error:
+            raise self.fail(self._cause(error)) from error
+        if frame is not None:
+            frame.arrays = [a.copy() for a in frame.arrays]
+        return frame
+
+    def wake(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # it was closed
+            os.eventfd_write(self._bell, 1)
 
     def stats(self) -> list[dict[str, Any]]:
-        self._require_open()
+        self._require_alive()
         return self._heart.ask(STATS, STATS_S)
 
     def close(self) -> None:
@@ -86,16 +101,22 @@ class LaneChain(Chain):
         self._heart.close()
         self._out.close()
         self._back.close()
+        bell, self._bell = self._bell, -1  # no late `wake` writes to another's descriptor
+        os.close(bell)
         self._on_close()
 
-    def _send(self, frame: Frame) -> None:
-        try:
-            self._out.send(frame, SEND_S)
-        except LaneError:
-            raise
-        except BaseException:  # an interrupt: some of the frame may have been sent
-            self._fail(StageError("a frame was interrupted while it was sent: launch the pipeline again"))
-            raise
+    def _require_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise StageError("this pipeline is closed: launch it again")
+
+    def _readable(self, timeout: float) -> bool:
+        """Waits until a frame begins to arrive, a `wake`, or for `timeout` seconds; whether a frame does."""
+        ready = [fd for fd, _ in self._poll.poll(math.ceil(timeout * 1000))]
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+        return self._back.fileno() in ready
 
     def _cause(self, error: LaneError) -> StageError:
         """The error that says which stage broke the chain, once the heart or the autopsy knows."""
@@ -107,7 +128,7 @@ class LaneChain(Chain):
 
     def _stage_died(self, stage: int, cause: str) -> None:
         found = self._findings()
-        self._fail(StageError(f"{self._specs[stage]} is gone: {cause}" + (f" ({found})" if found else "")))
+        self.fail(StageError(f"{self._specs[stage]} is gone: {cause}" + (f" ({found})" if found else "")))
 
     def _findings(self) -> str | None:
         """What the autopsy tells; one that fails tells nothing."""
@@ -117,12 +138,10 @@ class LaneChain(Chain):
             log.exception("the autopsy of the stages failed")
             return None
 
-    def _fail(self, error: StageError) -> StageError:
-        """Marks the chain failed, once, and wakes whoever waits on a lane."""
+    def fail(self, error: StageError) -> StageError:
         if self._failure is None and not self._closed:
             self._failure = error
             self._failed.set()
             for lane in (self._out, self._back):
-                with contextlib.suppress(OSError):
-                    lane.close()
+                lane.hang_up()
         return self._failure or error

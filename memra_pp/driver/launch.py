@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from ..admission import Admission, CostModel, Ledger
 from ..cache import PRIME_CHUNK_MAX_TOKENS, KvPolicy
@@ -21,7 +21,8 @@ from ..models.protocol import StageModel
 from ..stage.spec import StageSpec
 from ..stage.worker import StageWorker
 from .chain import Chain, LocalChain, Progress
-from .cut import fence_by_bytes, fence_for
+from .cut import cut_by_time, fence_by_bytes, fence_for
+from .layer_times import WorkKind
 from .pipeline import Pipeline
 
 STEP_S = 300.0
@@ -31,7 +32,8 @@ MAX_BUDGET = 1 << 50
 MAX_STEP_S = 86400.0
 PREFILL_CHUNK = 512
 Backend = Literal["ray", "local"]
-Balance = Literal["even", "bytes"]
+Balance = Literal["even", "bytes", "time", "time:decode", "time:prefill"]
+TIMED: Mapping[str, WorkKind] = {"time": "decode", "time:decode": "decode", "time:prefill": "prefill"}
 
 
 def launch(
@@ -61,7 +63,9 @@ def launch(
         model: a GGUF file, or a directory with `config.json` and `*.safetensors`.
         stages: number of stages, cut evenly; `cuts` names the first layer of every stage after the first instead. With
             neither, `MEMRA_PP_STAGES`, `MEMRA_PP_SPLITS` or `MEMRA_PP_SPLIT`, else one stage.
-        balance: how `stages` are cut: `even`, or `bytes`, where the most sessions of `max_ctx` rows fit beside the weights.
+        balance: how `stages` are cut: `even`; `bytes`, where the most sessions of `max_ctx` rows fit beside the weights; or
+            `time:decode` (`time` for short) or `time:prefill`, where the slowest stage takes the least time for such a step.
+            That is measured first, here, in some seconds, a layer at a time (see `measure_layers`), and told by `stats()`.
         devices: a name a stage, `cpu` or `cpu:N`; stages that name the same one share its bytes. `auto`: the names in
             `MEMRA_PP_DEVICES`, separated by commas, else a device a stage.
         backend: `ray` (one actor a stage) or `local` (all stages in this process).
@@ -90,12 +94,12 @@ def launch(
     require(isinstance(policy, KvPolicy), ConfigError, "policy", policy, "a KvPolicy")
     prefill_chunk = checked_int(ConfigError, "prefill_chunk", prefill_chunk, 1, PRIME_CHUNK_MAX_TOKENS)
     max_ctx = checked_int(ConfigError, "max_ctx", cfg.max_ctx if max_ctx is None else max_ctx, 1, cfg.max_ctx)
-    by_bytes = _by_bytes(balance, cuts)
-    fence = nearest_even_fence(cfg, stages) if by_bytes and stages is not None else fence_for(cfg, stages, cuts)
+    _check_balance(balance, stages, cuts)
+    fence = fence_for(cfg, stages, cuts) if balance == "even" or stages is None else nearest_even_fence(cfg, stages)
     n = len(fence) - 1
     names, budgets = _device_names(devices, n), _budgets(budget_bytes, n)
     chosen = stage_model_for(cfg) if stage_model is None else stage_model
-    if by_bytes:
+    if balance == "bytes":
         require(len(set(names)) == n, ConfigError, "devices", names, "one of its own for every stage, to balance bytes")
         fence = fence_by_bytes(cfg, policy, path, chosen, budgets, max_ctx, prefill_chunk)
     threads = checked_int(ConfigError, "threads", max(1, (os.cpu_count() or 1) // n) if threads is None else threads, 1, 256)
@@ -106,6 +110,11 @@ def launch(
     require(shared, ConfigError, "tenant_share", tenant_share, "None, or a number above 0 and up to 1")
     timed = isinstance(step_timeout, (int, float)) and 0 < step_timeout <= MAX_STEP_S
     require(timed, ConfigError, "step_timeout", step_timeout, f"more than 0 and at most {MAX_STEP_S} seconds")
+    progress = progress or (lambda text, done, of: None)
+    told = cuts is not None or (balance == "even" and fence != nearest_even_fence(cfg, n))
+    cut: dict[str, Any] = {"by": "cuts" if told else balance}
+    if balance in TIMED:
+        fence, cut = cut_by_time(cfg, policy, path, chosen, n, TIMED[balance], threads, prefill_chunk, progress)
     specs = [
         StageSpec(
             model=str(path),
@@ -121,10 +130,10 @@ def launch(
         )
         for s, (device, budget) in enumerate(zip(names, budgets, strict=True))
     ]
-    chain = _chain(backend, specs, chosen, progress or (lambda text, done, of: None))
+    chain = _chain(backend, specs, chosen, progress)
     cost = CostModel(cfg, fence, policy, [chain.devices[home].granularity for home in chain.homes])
     admission = Admission(Ledger(chain.devices, chain.homes), cost, max_ctx, bypass=bypass, tenant_share=tenant_share)
-    return Pipeline(path, specs, chain, admission, default_max_new_tokens, prefill_chunk, step_timeout)
+    return Pipeline(path, specs, chain, admission, default_max_new_tokens, prefill_chunk, step_timeout, cut)
 
 
 def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progress: Progress) -> Chain:
@@ -167,12 +176,12 @@ def model_path(model: str | PathLike[str]) -> Path:
     raise ConfigError(f"no such model: {path}; pass a GGUF file or a directory with config.json and *.safetensors")
 
 
-def _by_bytes(balance: str, cuts: Sequence[int] | None) -> bool:
-    """Whether the cut is to be found."""
-    require(balance in get_args(Balance), ConfigError, "balance", balance, "even or bytes")
-    if balance == "bytes" and cuts is not None:
-        raise ConfigError(f"balance='bytes' with cuts={list(cuts)}: pass one of them")
-    return balance == "bytes"
+def _check_balance(balance: str, stages: int | None, cuts: Sequence[int] | None) -> None:
+    require(balance in get_args(Balance), ConfigError, "balance", balance, f"one of {', '.join(get_args(Balance))}")
+    if balance != "even" and cuts is not None:
+        raise ConfigError(f"balance={balance!r} with cuts={list(cuts)}: pass one of them")
+    if balance in TIMED and stages is None:
+        raise ConfigError(f"balance={balance!r} without stages: say how many stages to cut the model into")
 
 
 def _device_names(devices: str | Sequence[str], stages: int) -> list[str]:

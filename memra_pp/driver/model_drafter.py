@@ -9,8 +9,9 @@ from ..config import ModelConfig
 from ..errors import AdmissionError, ConfigError
 
 if TYPE_CHECKING:
+    from .calls import SessionSnapshot
     from .pipeline import Pipeline
-    from .session import Session, SessionSnapshot
+    from .session import Session
 
 
 class ModelDrafter:

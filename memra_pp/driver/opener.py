@@ -12,10 +12,12 @@ from typing import Any
 
 from ..admission import Admit, Defer, Request
 from ..errors import AdmissionError, StageError
-from ..stage.frames import CLOSE, OPEN, Entry, Frame, Note
+from ..stage.frames import CLOSE, OPEN, Entry, Note
 from .chain import Chain
 from .door import Door
 from .locks import OwnedLock
+from .scheduler import Scheduler
+from .work import Reply
 
 log = logging.getLogger(__name__)
 
@@ -29,24 +31,23 @@ class Opener:
     After every open and every close the stages say what they hold, and it is compared with what was charged.
     """
 
-    def __init__(self, chain: Chain, door: Door, timeout_s: float) -> None:
-        self._chain, self._door, self._timeout_s = chain, door, timeout_s
+    def __init__(self, chain: Chain, scheduler: Scheduler, door: Door, timeout_s: float) -> None:
+        self._chain, self._scheduler, self._door, self._timeout_s = chain, scheduler, door, timeout_s
         self._gate = OwnedLock()
         self._ending: set[int] = set()
         self._opening: int | None = None
         self._charged: dict[int, Sequence[int]] = {}
         self._held = [0] * chain.stages
         self._torn = False
-        chain.after_step = self._after_step
 
     def open(self, request: Request, timeout_s: float) -> None:
         """Admits a session, within `timeout_s`, and allocates it on every stage.
 
         Raises:
             AdmissionError: a stage's device cannot hold its share; nothing is held anywhere.
-            StageError: a stage failed, or this thread is in the middle of a step.
+            StageError: a stage failed, or this thread is in the middle of another open or close.
         """
-        self._require_between_steps()
+        self._require_free()
         self._end_now()
         with self._or_not_at_all(request.session):
             admit = self._door.enter(request, timeout_s, self._meanwhile)
@@ -54,7 +55,7 @@ class Opener:
 
     async def open_async(self, request: Request, timeout_s: float) -> None:
         """As `open`, for a task. One that is cancelled while its stages open is closed by its thread, once they have."""
-        self._require_between_steps()
+        self._require_free()
         if self._ending:
             await asyncio.to_thread(self._end_now)
         admit = await self._door.enter_async(request, timeout_s, self._meanwhile_async)
@@ -82,7 +83,7 @@ class Opener:
     def close(self, session: int) -> None:
         """Closes a session on every stage and gives its bytes back.
 
-        Cut short, or begun by a finalizer in the middle of a step, it goes on at the next open, close or `finish`.
+        Cut short, or begun by a finalizer in the middle of another, it goes on at the next open, close or `finish`.
         """
         self.end_later(session)
         self._end_now()
@@ -97,9 +98,21 @@ class Opener:
             self.end_later(session)
 
     def finish(self) -> None:
-        """Goes on with closes that were cut short, unless somebody is at work: who ends a step or opens does it then."""
-        if self._ending and not self._busy and self._chain.idle:
+        """Goes on with closes that were cut short or put off, unless somebody opens or closes, who does it then."""
+        if self._ending and not self._busy:
             self._gate.try_run(self._whole(self._end_all))
+
+    def after_call(self) -> None:
+        """`finish`, for whoever has just ended a call; what fails goes on later."""
+        try:
+            self.finish()
+        except StageError as error:
+            log.warning("a close goes on later: %s", error)
+
+    @property
+    def ending(self) -> bool:
+        """Whether there are closes to go on with."""
+        return bool(self._ending)
 
     @property
     def live(self) -> int:
@@ -120,23 +133,16 @@ class Opener:
 
     @property
     def _busy(self) -> bool:
-        return self._gate.mine or self._chain.in_step or self._door.mine
-
-    def _after_step(self) -> None:
-        """What a finalizer has marked in the middle of the step."""
-        try:
-            self.finish()
-        except StageError as error:
-            log.warning("a close goes on later: %s", error)
+        return self._gate.mine or self._door.mine or self._scheduler.mine
 
     def _end_now(self) -> None:
         """Ends those that are ending, after whoever is at work."""
         if self._ending and not self._busy:
             self._alone(self._end_all)
 
-    def _require_between_steps(self) -> None:
+    def _require_free(self) -> None:
         if self._busy:
-            raise StageError("a session was opened in the middle of a step of this thread, by a signal handler or a finalizer")
+            raise StageError("a session was opened in the middle of another open or close of this thread, by a signal handler")
 
     @contextlib.contextmanager
     def _or_not_at_all(self, session: int) -> Iterator[None]:
@@ -188,7 +194,7 @@ class Opener:
         self._opening = session  # until every stage has said that it is open
         note = {"args": asdict(request.shape), "offsets": list(admit.offsets), "charges": charges, "held": []}
         reply = self._send(OPEN, session, note)
-        if (fault := reply.fault(0)) is not None:
+        if (fault := reply.fault) is not None:
             self._ending.add(session)
             self._opening = None
             self._end_all()
@@ -208,7 +214,7 @@ class Opener:
         """Closes the sessions that are ending, on the stages that hold them, and only then in the books."""
         for session in list(self._ending):
             reply = self._send(CLOSE, session, {"held": []})
-            if (fault := reply.fault(0)) is not None:
+            if (fault := reply.fault) is not None:
                 raise StageError(f"stage {fault[0]} could not close session {session}, whose bytes stay charged: {fault[2]}")
             charges = self._charged.pop(session, None)
             if charges is not None:
@@ -218,12 +224,12 @@ class Opener:
             if not self._ending:
                 self._compare(reply)
 
-    def _send(self, op: int, session: int, note: Note) -> Frame:
-        return self._chain.roundtrip(Entry(op, session, 0, self._chain.epoch), [], self._timeout_s, note)
+    def _send(self, op: int, session: int, note: Note) -> Reply:
+        return self._scheduler.roundtrip(Entry(op, session, 0, self._chain.epoch), [], self._timeout_s, note)
 
-    def _compare(self, reply: Frame) -> None:
+    def _compare(self, reply: Reply) -> None:
         """What every stage holds for sessions is what was charged; what it has learned goes into the books."""
-        said: list[Any] = reply.notes.get(0, {}).get("held", [])
+        said: list[Any] = reply.note.get("held", [])
         for stage, (held, learned) in enumerate(said):
             if learned:
                 self._door.learn(stage, learned)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from ..admission import MAX_SNAPSHOTS, Admission, Request, SessionShape, checked_recurrent, session_ctx
 from ..cache.sizing import Recurrent
@@ -21,20 +22,30 @@ from ..kernels.cpu import available_bytes
 from ..models.tokenizer import Tokenizer, load_tokenizer
 from ..stage.frames import MAX_BODY_BYTES, TOPK
 from ..stage.spec import StageSpec
+from ..stage.worker import MAX_SESSIONS
+from .batcher import Batcher
+from .calls import Calls
 from .chain import Chain
 from .door import Door
 from .drafters import CallableDrafter, Draft, Drafter, NgramDrafter
+from .many import Ask, Many
 from .model_drafter import ModelDrafter
 from .opener import Opener
 from .sampling import SamplingParams
+from .scheduler import Scheduler
 from .session import Session
 from .tokens import checked_prompt
+from .waits import run, run_async
+from .work import Steps
 
+T = TypeVar("T")
 MAX_WAIT_S = 86400.0
 DRAFTERS_PART = 8
 """A drafting model's sessions may take this part, an eighth, of the memory that is free when it is loaded."""
 
 MAX_TENANT = 256
+MANY = 64
+"""Sessions that `generate_many` keeps open."""
 MAX_NEW_TOKENS = 1 << 40
 
 
@@ -50,6 +61,7 @@ class Pipeline:
         default_max_new_tokens: int,
         prefill_chunk: int,
         step_timeout: float,
+        cut: Mapping[str, Any],
     ) -> None:
         self.cfg = specs[0].cfg
         self.fence = specs[0].fence
@@ -60,8 +72,11 @@ class Pipeline:
         self.step_timeout = step_timeout
         self.chain = chain
         self._model = model
+        self._cut = cut
         self._door = Door(admission)
-        self._opener = Opener(chain, self._door, step_timeout)
+        self.scheduler = Scheduler(chain, Batcher(chain.overlap, prefill_chunk, MAX_BODY_BYTES // 2))
+        self._opener = Opener(chain, self.scheduler, self._door, step_timeout)
+        weakref.finalize(self, self.scheduler.stop).atexit = False
         self._ids = itertools.count(1)
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._drops: dict[int, weakref.finalize[[int], Session]] = {}
@@ -150,10 +165,39 @@ class Pipeline:
             InputError, AdmissionError, ConfigError, StageError: as `open`, and for a drafter that cannot be used, when the
                 first token is asked for.
         """
-        asked: dict[str, Any] = {"speculate": draft.k, "recurrent": draft.recurrent} if isinstance(draft, Draft) else {}
-        most = self.default_max_new_tokens if max_new_tokens is None else max_new_tokens
-        with self.open(prompt, max_new_tokens=most, **asked) as session:
-            yield from session.generate(most, sampling, draft)
+        ask = self.ask(max_new_tokens, sampling, draft)
+        with self.open(prompt, **ask.options()) as session:
+            yield from session.generate(*ask)
+
+    def generate_many(
+        self,
+        prompts: Iterable[Iterable[int]],
+        *,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        draft: Draft | None = None,
+        concurrency: int = MANY,
+    ) -> Generator[tuple[int, int], None, None]:
+        """`generate` for many prompts at once: pairs of a prompt's index and its next token, as they come.
+
+        Each text is the one that `generate` gives, whatever runs beside it. At most `concurrency` sessions are open, fewer
+        where no more fit, and no more prompts are taken than that; nothing runs ahead of whoever takes the tokens by more than
+        a step.
+
+        Args:
+            prompts: token ids, at least one each; may be endless.
+            max_new_tokens, sampling, draft: of every prompt, as in `generate`.
+            concurrency: most sessions at a time.
+
+        Raises:
+            InputError, AdmissionError, ConfigError, StageError: as `generate`, of any prompt; then all are ended.
+        """
+        concurrency = checked_int(InputError, "concurrency", concurrency, 1, MAX_SESSIONS)
+        return Many(self, prompts, self.ask(max_new_tokens, sampling, draft), concurrency).run()
+
+    def ask(self, max_new_tokens: int | None, sampling: SamplingParams | None, draft: Draft | None) -> Ask:
+        """How a prompt is to be continued, with this pipeline's defaults."""
+        return Ask(self.default_max_new_tokens if max_new_tokens is None else max_new_tokens, sampling, draft)
 
     @contextlib.contextmanager
     def drafter(self, draft: Draft, ctx: int) -> Iterator[Drafter]:
@@ -186,6 +230,20 @@ class Pipeline:
                 self._drafters[model] = launch(model, stages=1, backend="local", mtp=False, budget_bytes=budget)
             return self._drafters[model]
 
+    def run(self, steps: Steps[T]) -> T:
+        """Runs a session's call in this thread."""
+        done = run(steps, self.scheduler.wait)
+        if self._opener.ending:
+            self._opener.after_call()
+        return done
+
+    async def run_async(self, steps: Steps[T]) -> T:
+        """Runs a session's call in this task."""
+        done = await run_async(steps)
+        if self._opener.ending:
+            await asyncio.to_thread(self._opener.after_call)
+        return done
+
     def count(self, **more: int) -> None:
         """Adds to the counters of `stats()`."""
         with self._counting:
@@ -198,7 +256,9 @@ class Pipeline:
         `traversals` counts frames through the chain, of which `rounds` were rounds, with `drafted` drafts and `accepted` of
         them; `rebuilds` counts sessions whose tokens were replayed because a stage's device had failed. `devices` has each
         one's budget, what is reserved, allocated, learned and free of it, and the largest free block, in bytes; `admission`
-        counts verdicts and those who wait.
+        counts verdicts and those who wait. `cut` says what cut the model, `by` `even`, `bytes`, `cuts` or `time:` with a kind
+        of work; then also what was measured of both kinds: the `fence` that is best for each, and the seconds `stage_s` of its
+        stages, `embed_s`, `layers_s` and `head_s`.
 
         Raises:
             StageError: the pipeline is closed, or a stage does not answer.
@@ -209,6 +269,7 @@ class Pipeline:
             device["allocated_bytes"] = sum(stages[s]["allocated_bytes"] for s in device["stages"])
         return {
             "fence": list(self.fence),
+            "cut": dict(self._cut),
             "kv": list(dict.fromkeys("/".join(self.policy.formats(p)) for p in self.cfg.layers if isinstance(p, KvPlan))),
             "ring": self.policy.ring,
             "sessions": self._opener.live,
@@ -226,6 +287,7 @@ class Pipeline:
         self._sessions.clear()
         for drafting in self._drafters.values():
             drafting.close()
+        self.scheduler.close()
         self.chain.close()
 
     def __enter__(self) -> Pipeline:
@@ -287,5 +349,6 @@ class Pipeline:
         require(named, InputError, "tenant", tenant, f"a text of at most {MAX_TENANT} characters")
         ctx = session_ctx(len(tokens), new, speculate, self.max_ctx)
         shape = SessionShape(ctx, snapshots, checked_recurrent(recurrent), speculate)
-        session = Session(self, next(self._ids), tokens, shape)
+        number = next(self._ids)
+        session = Session(self, number, Calls(self, number, tokens, shape))
         return session, Request(session.id, shape, tenant), timeout or 0.0

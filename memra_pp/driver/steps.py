@@ -1,19 +1,22 @@
-"""`Steps`: one session's steps through the chain, behind whatever is owed, and the one more try that a fault costs."""
+"""`Steps`: one session's steps through the stages, behind whatever is owed, and the one more try that a fault costs."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..cache import DflashTapSink
-from ..errors import CacheError, InputError, StageError, checked_int, require
+from ..errors import CacheError, InputError, SessionCancelled, StageError, checked_int, require
 from ..models.protocol import Array
-from ..stage.frames import ARGMAX, LOGITS, MAX_BODY_BYTES, RESET, TOPK, Entry, Frame, Note
+from ..stage.frames import ARGMAX, LOGITS, MAX_BODY_BYTES, RESET, TOPK, Entry, Note
 from ..stage.taps import MAX_TAPS
+from . import work
 from .books import Books, Step
+from .work import Reply, Work
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -21,18 +24,38 @@ if TYPE_CHECKING:
 MAX_TAP_BYTES = MAX_BODY_BYTES // 4
 """Taps that one frame carries, beside rows and answers."""
 
+NO_ANSWER = np.empty(0, np.float32)
+
 log = logging.getLogger(__name__)
 
 
-class Steps:
-    """Sends what `books` prepares, and writes it down there once every stage has applied it.
+class _Sent(NamedTuple):
+    """A step on its way, and where its new rows begin in what is being fed."""
 
-    `failed` is true once it is not known what the stages have applied: after an interrupt, a lost stage or a second fault.
+    step: Step
+    work: Work
+    at: int
+
+
+class Steps:
+    """Sends what `books` prepares.
+
+    `failed` is true while a call is under way, and stays so where it is not known what the stages have applied: after an
+    interrupt, a lost stage or a second fault.
     """
 
     def __init__(self, pipe: Pipeline, books: Books) -> None:
         self.failed = False
         self._pipe, self._books = pipe, books
+        self._sent: deque[_Sent] = deque()
+        self._cancelled: SessionCancelled | None = None
+
+    def require_usable(self) -> None:
+        """Raises SessionCancelled or StageError if no more steps can be taken."""
+        if self._cancelled is not None:
+            raise self._cancelled
+        if self.failed:
+            raise StageError("this session failed or was interrupted in a step before: close it and open another")
 
     def check(self, rows: int, taps: DflashTapSink | None, chunk: int | None) -> None:
         """Whether `rows` new rows can be fed in steps of at most `chunk` (None: the pipeline's).
@@ -70,76 +93,119 @@ class Steps:
                 f"{rows} rows behind row {taps.base} do not fit in taps of {taps.t}: arm a larger sink, or set its base to 0"
             )
 
-    def run(self, tokens: list[int], taps: DflashTapSink | None, **asked: Any) -> Array:
+    def run(self, tokens: list[int], taps: DflashTapSink | None, *, split: bool = False, **asked: Any) -> work.Steps[Array]:
         """A step of `tokens`, as `Books.step` prepares it, behind whatever is owed; its answer rows, and the taps filled.
 
-        A stage's fault costs a replay of every token and one more try.
+        With `split`, several steps one behind the other, so that no stage waits for the last one; `asked` is of the last.
+        A stage's fault costs a replay of every token before it and one more try.
 
         Raises:
             StageError: it fails again, or a stage is lost.
             CacheError: as `Books.step`; nothing has changed.
+            SessionCancelled: `cancel` was called.
         """
-        reply = self._try(tokens, taps, asked)
-        if (fault := reply.fault(0)) is not None:
-            log.warning("%s failed on stage %d (%s: %s): replaying its tokens", self, *fault)
-            self._reset()
-            reply = self._try(tokens, taps, asked)
-        if (fault := reply.fault(0)) is not None:
-            stage, kind, message = fault
-            raise StageError(f"{self} failed on stage {stage}: {message} ({kind}); close it and open another")
-        return _answers(reply, asked.get("want", LOGITS), taps, len(tokens))
+        sent, answers = self._sent, NO_ANSWER
+        at, final, alone = 0, False, False
+        try:
+            while sent or not final:
+                if self._cancelled is not None:
+                    raise self._cancelled
+                if not final and len(sent) < self._pipe.chain.overlap:
+                    part = tokens[at : at + self._pipe.scheduler.piece_rows(len(tokens) - at)] if split else tokens
+                    final = at + len(part) == len(tokens)
+                    self._begin(part, at, taps, asked if final else {}, prefill=split, alone=alone)
+                    at += len(part)
+                    continue
+                yield sent[0].work
+                first, reply = sent[0], sent[0].work.result()
+                sent.popleft()
+                if reply.fault is None:
+                    answers = _answers(reply, asked.get("want", LOGITS), taps, len(first.step.fed))
+                    continue
+                stage, kind, message = reply.fault
+                if alone:
+                    raise StageError(f"{self} failed on stage {stage}: {message} ({kind}); close it and open another")
+                log.warning("%s failed on stage %d (%s: %s): replaying its tokens", self, stage, kind, message)
+                yield from self._reset(first.step)
+                at, final, alone = first.at, False, True
+            self.failed = False
+            return answers
+        finally:
+            self._withdraw()
+
+    def cancel(self) -> None:
+        """Ends the call under way, from any thread, and every later one: they raise SessionCancelled."""
+        self._cancelled = SessionCancelled(f"{self} was cancelled: close it")
+        for sent in tuple(self._sent):
+            sent.work.fail(self._cancelled)
 
     def __str__(self) -> str:
         return f"session {self._books.session}"
 
-    def _try(self, tokens: list[int], taps: DflashTapSink | None, asked: dict[str, Any]) -> Frame:
-        """Sends what must go ahead of the step, then the step: its reply, or the first that has a fault."""
+    def _begin(
+        self, part: list[int], at: int, taps: DflashTapSink | None, asked: dict[str, Any], *, prefill: bool, alone: bool
+    ) -> None:
+        """Sends what must go ahead of a step, then the step."""
         books, epoch, chunk = self._books, self._pipe.chain.epoch, self._pipe.prefill_chunk
-        while (ahead := books.ahead(len(tokens), chunk)) is not None:
-            reply = self._send(books.replay_step(epoch, *ahead), None)
-            if reply.fault(0) is not None:
-                return reply
+        while (ahead := books.ahead(len(part), chunk)) is not None:
+            prefill = True  # the step behind it waits in the same queue
+            self._send(books.replay_step(epoch, *ahead), at, None, prefill=prefill, alone=alone)
         note: Note | None = None
-        if taps is not None and tokens:
-            note = {"taps": {"layers": [int(il) for il in taps.layer_ids], "rows": len(tokens), "parts": []}}
-        return self._send(books.step(epoch, tokens, **asked), note)
+        if taps is not None and part:
+            note = {"taps": {"layers": [int(il) for il in taps.layer_ids], "rows": len(part), "parts": []}}
+        self._send(books.step(epoch, part, **asked), at, note, prefill=prefill, alone=alone)
 
-    def _send(self, step: Step, note: Note | None) -> Frame:
-        """One step through the chain, written down if every stage has applied it."""
-        chain, before = self._pipe.chain, self.failed
+    def _send(self, step: Step, at: int, note: Note | None, *, prefill: bool, alone: bool) -> None:
         arrays = [np.array(step.rows, np.int32)] if step.rows else []
+        sent = Work(
+            step.entry,
+            arrays,
+            self._pipe.step_timeout,
+            note,
+            prefill=prefill,
+            alone=alone,
+            n_bytes=self._bytes(step.entry, note),
+        )
         self.failed = True
-        try:
-            reply = chain.roundtrip(step.entry, arrays, self._pipe.step_timeout, note)
-        except InputError:
-            self.failed = before
-            raise
-        if reply.fault(0) is not None:
-            return reply
-        if reply.hops != chain.stages:
-            raise StageError(f"{reply.hops} of {chain.stages} stages applied a step of {self}; close it")
         self._books.commit(step)
-        self.failed = False
-        return reply
+        self._sent.append(_Sent(step, sent, at))
+        self._pipe.scheduler.submit(sent)
 
-    def _reset(self) -> None:
-        """Empties the session on every stage; what it held is owed."""
-        books, chain = self._books, self._pipe.chain
-        reply = chain.roundtrip(Entry(RESET, books.session, books.seq + 1, chain.epoch), [], self._pipe.step_timeout)
-        if (fault := reply.fault(0)) is not None:
+    def _bytes(self, entry: Entry, note: Note | None) -> int:
+        """The most that a step's rows, answers and taps take of a frame on any lane."""
+        cfg = self._pipe.cfg
+        width = 4 * cfg.n_vocab if entry.want == LOGITS else TOPK.itemsize * max(1, entry.want - ARGMAX)
+        tapped = 4 * cfg.n_embd * entry.rows * len(note["taps"]["layers"]) if note else 0
+        return max(4 * cfg.n_embd * entry.rows, width * entry.logits) + tapped
+
+    def _reset(self, failed: Step) -> work.Steps[None]:
+        """Empties the session on every stage, once all that was sent is back; what it held is owed."""
+        books, pipe = self._books, self._pipe
+        while self._sent:
+            yield self._sent[0].work
+            self._sent.popleft().work.result()
+        reset = Work(Entry(RESET, books.session, books.seq, pipe.chain.epoch), [], pipe.step_timeout)
+        pipe.scheduler.submit(reset)
+        yield reset
+        fault = reset.result().fault
+        if fault is not None:
             raise StageError(f"{self} could not be reset on stage {fault[0]}: {fault[2]}; close it and open another")
-        books.restart()
-        self._pipe.count(rebuilds=1)
+        books.restart(failed)
+        pipe.count(rebuilds=1)
+
+    def _withdraw(self) -> None:
+        """Takes back what has not left yet, and waits no more for what has."""
+        for sent in self._sent:
+            sent.work.cancel()
+        self._sent.clear()
 
 
-def _answers(reply: Frame, want: int, taps: DflashTapSink | None, rows: int) -> Array:
-    """The answer rows; behind them came the taps, which go where they belong."""
-    parts = reply.notes.get(0, {}).get("taps", {}).get("parts", [])
-    n_answers = len(reply.arrays) - len(parts)
+def _answers(reply: Reply, want: int, taps: DflashTapSink | None, rows: int) -> Array:
+    """The answer rows; the taps go where they belong."""
     if taps is not None:
-        for array, slots in parts:
-            taps.place(slots, reply.arrays[n_answers + array])
+        for array, slots in reply.taps:
+            taps.place(slots, array)
         taps.base += rows
-    if not n_answers:
-        return np.empty(0, np.float32)
-    return reply.arrays[0].view(TOPK) if want > ARGMAX else reply.arrays[0]
+    if reply.answers is None:
+        return NO_ANSWER
+    return reply.answers.view(TOPK) if want > ARGMAX else reply.answers

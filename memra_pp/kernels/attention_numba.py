@@ -8,42 +8,41 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import blocks_numba as blocks
+from . import blocks_numba
 from ._arrays import F32Array, I64Array, U8Array
 from ._jit import kernel
+from .addresses import K_AT, K_CODE, V_AT, V_CODE
+from .codes import CODE_BYTES
+from .pointers import bytes_at
 from .simd import fma, larger, load, load_spread, max_lanes, splat, store, sum_lanes, sum_lanes_of_four
+from .spans import BLOCK_POS, BLOCK_ROWS, BLOCK_START, SESSION, WORK, WORK_BEFORE
 from .vector_math import exp_of_negative
 
 TILE = 32
 """Keys a tile, two vectors of scores."""
-FORMAT_CODES = {"q8_0": 0, "q5_1": 1, "q4_0": 2, "fp8": 3, "f32": 4}
-HEAD_BYTES = (34, 24, 18, 32, 128)
 
 
 @kernel
 def attend(
     q: F32Array,
-    k_plane: U8Array,
-    v_plane: U8Array,
-    codes: tuple[int, int],
-    token_bytes: tuple[int, int],
+    planes: I64Array,
+    bases: I64Array,
+    blocks: I64Array,
     shape: tuple[int, int, int, int, int],
     window: int,
     scale: np.float32,
-    pos: int,
-    base: int,
-    block: int,
     out: F32Array,
     lo: int,
     hi: int,
 ) -> None:
-    """Units `[lo, hi)`: unit `u` is `block` rows from `u // n_head_kv * block` on, K/V head `u % n_head_kv`.
+    """Every unit whose work has its middle in `[lo, hi)`; a unit is one of `blocks` (`Spans.blocks`) and a K/V head.
 
-    `shape` is `(rows, n_head, n_head_kv, head_dim_k, head_dim_v)`; `window` 0 means every position is seen.
+    `planes` and `bases` have a row a session. `shape` is `(rows of a block at most, n_head, n_head_kv, head_dim_k,
+    head_dim_v)`; `window` 0 means every position is seen.
     """
-    rows, n_head, n_head_kv, dim_k, dim_v = shape
+    height, n_head, n_head_kv, dim_k, dim_v = shape
     group = n_head // n_head_kv
-    vectors = block * group
+    vectors = height * group
     queries = _scratch(vectors * dim_k)
     keys = _scratch(TILE * dim_k)
     values = _scratch(TILE * dim_v)
@@ -53,10 +52,11 @@ def attend(
     totals = _scratch(vectors)
     seen = np.empty((vectors, 2), np.int64)
     k_blocks, v_blocks = dim_k // 32, dim_v // 32
-    for unit in range(lo, hi):
-        head = unit % n_head_kv
-        row0 = unit // n_head_kv * block
-        block_rows = min(block, rows - row0)
+    for unit in range(len(blocks) * n_head_kv):
+        head, block = unit % n_head_kv, blocks[unit // n_head_kv]
+        if not lo <= block[WORK_BEFORE] * n_head_kv + block[WORK] * head + block[WORK] // 2 < hi:
+            continue
+        session, row0, block_rows, pos = block[SESSION], block[BLOCK_START], block[BLOCK_ROWS], block[BLOCK_POS]
         count = block_rows * group
         for row in range(block_rows):
             at = ((row0 + row) * n_head + head * group) * dim_k
@@ -65,17 +65,20 @@ def attend(
         sums[:] = 0
         peaks[:] = -np.inf
         totals[:] = 0
-        first = _first_key(pos + row0, window)
-        end = pos + row0 + block_rows
+        base, k_code, v_code = bases[session], planes[session, K_CODE], planes[session, V_CODE]
+        k_bytes, v_bytes = n_head_kv * k_blocks * CODE_BYTES[k_code], n_head_kv * v_blocks * CODE_BYTES[v_code]
+        first, end = _first_key(pos, window), pos + block_rows
+        k_plane = bytes_at(planes[session, K_AT], (end - base) * k_bytes)
+        v_plane = bytes_at(planes[session, V_AT], (end - base) * v_bytes)
         for tile in range(first // TILE * TILE, end, TILE):
             start, stop = max(first, tile), min(end, tile + TILE)
-            k_at = (start - base) * token_bytes[0] + head * k_blocks * HEAD_BYTES[codes[0]]
-            v_at = (start - base) * token_bytes[1] + head * v_blocks * HEAD_BYTES[codes[1]]
-            _unpack(codes[0], k_plane, k_at, token_bytes[0], keys, (start - tile) * dim_k, stop - start, k_blocks)
-            _unpack(codes[1], v_plane, v_at, token_bytes[1], values, (start - tile) * dim_v, stop - start, v_blocks)
+            k_at = (start - base) * k_bytes + head * k_blocks * CODE_BYTES[k_code]
+            v_at = (start - base) * v_bytes + head * v_blocks * CODE_BYTES[v_code]
+            _unpack(k_code, k_plane, k_at, k_bytes, keys, (start - tile) * dim_k, stop - start, k_blocks)
+            _unpack(v_code, v_plane, v_at, v_bytes, values, (start - tile) * dim_v, stop - start, v_blocks)
             _score(queries, count, dim_k, keys, (start - tile) // 4 * 4, stop - tile, scale, scores)
             for vector in range(count):
-                at = pos + row0 + vector // group
+                at = pos + vector // group
                 seen[vector, 0] = max(_first_key(at, window) - tile, 0)
                 seen[vector, 1] = min(at + 1 - tile, TILE)
                 if seen[vector, 0] < seen[vector, 1]:
@@ -107,19 +110,19 @@ def _unpack(code: int, plane: U8Array, at: int, stride: int, out: F32Array, to: 
     width = blocks_a_row * 32
     if code == 0:
         for row in range(rows):
-            blocks.dequantize_q8_0(plane, at + row * stride, out, to + row * width, blocks_a_row)
+            blocks_numba.dequantize_q8_0(plane, at + row * stride, out, to + row * width, blocks_a_row)
     elif code == 1:
         for row in range(rows):
-            blocks.dequantize_q5_1(plane, at + row * stride, out, to + row * width, blocks_a_row)
+            blocks_numba.dequantize_q5_1(plane, at + row * stride, out, to + row * width, blocks_a_row)
     elif code == 2:
         for row in range(rows):
-            blocks.dequantize_q4_0(plane, at + row * stride, out, to + row * width, blocks_a_row)
+            blocks_numba.dequantize_q4_0(plane, at + row * stride, out, to + row * width, blocks_a_row)
     elif code == 3:
         for row in range(rows):
-            blocks.dequantize_fp8(plane, at + row * stride, out, to + row * width, blocks_a_row)
+            blocks_numba.dequantize_fp8(plane, at + row * stride, out, to + row * width, blocks_a_row)
     else:
         for row in range(rows):
-            blocks.dequantize_f32(plane, at + row * stride, out, to + row * width, blocks_a_row)
+            blocks_numba.dequantize_f32(plane, at + row * stride, out, to + row * width, blocks_a_row)
 
 
 @kernel

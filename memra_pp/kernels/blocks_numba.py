@@ -149,6 +149,13 @@ def quantize_fp8(x: F32Array, out: U8Array, lo: int, hi: int) -> None:
 
 
 @kernel
+def quantize_f32(x: F32Array, out: U8Array, lo: int, hi: int) -> None:
+    """The bytes of each f32, as they are."""
+    for at in range(lo * 32, hi * 32, 16):
+        store(out, at * 4, load(x, at, 16))
+
+
+@kernel
 def dequantize_q8_0(packed: U8Array, at: int, out: F32Array, to: int, blocks: int) -> None:
     """`d * q`."""
     for _ in range(blocks):

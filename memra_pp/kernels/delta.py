@@ -1,7 +1,8 @@
 """The gated delta net on the CPU: short convolution, gates, recurrent scan.
 
-The scan is sequential over rows, threads split channels and heads, and every sum has one order, so a row's bits and the
-state after it do not depend on how rows are cut into calls, on the threads or on what else is in the batch.
+The scan is sequential over a session's rows, threads split sessions, channels and heads, and every sum has one order, so a
+row's bits and the state after it do not depend on how rows are cut into calls, on the threads or on what else is in the batch.
+A unit of work is done by the thread whose share holds the middle of it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ._arrays import F32Array
+from ._arrays import F32Array, I64Array
 from ._jit import kernel
+from .batches import CAPTURE_CONV, CAPTURE_ROWS, CAPTURE_SESSION, CAPTURE_STATE, CONV, NEXT, STATE, StateBatch
 from .ops import sigmoid
+from .pointers import floats_at
 from .simd import LANES, fma, load, load_spread, splat, store, sum_lanes
+from .spans import ROWS, START
 from .threads import Threads
 
 CHANNELS = 256
@@ -55,78 +59,95 @@ class DeltaShape(NamedTuple):
         return self.n_v * self.d_k * self.d_v
 
 
-def conv_silu(x: F32Array, weight: F32Array, state: F32Array, threads: Threads) -> F32Array:
-    """Silu of a causal convolution along the rows, channel by channel: f32 `[rows, width]`.
+def conv_silu(x: F32Array, weight: F32Array, states: StateBatch, threads: Threads) -> F32Array:
+    """Silu of a causal convolution along each session's rows, channel by channel: f32 `[rows, width]`.
 
-    Row `r` is `silu(weight[0] * x[r - taps + 1] + ... + weight[taps - 1] * x[r])`; rows before the first are in `state`.
+    Row `r` is `silu(weight[0] * x[r - taps + 1] + ... + weight[taps - 1] * x[r])`; rows before a session's first are in its
+    `conv_state`, f32 `[width * (taps - 1)]`: each channel's last inputs, oldest first. It is moved on in place.
 
     Args:
-        x: f32 `[rows, width]`, C-contiguous.
+        x: f32 `[rows, width]`, C-contiguous, the sessions' rows one after another as `states.spans` says.
         weight: f32 `[taps, width]`, the newest row's last.
-        state: f32 `[width * (taps - 1)]`: each channel's last inputs, oldest first. Moved on in place.
+        states: the sessions' states.
         threads: the threads to use.
 
     Raises:
-        InputError: a shape, dtype or memory order is wrong; `state` is untouched.
+        InputError: a shape, dtype or memory order is wrong; the states are untouched.
     """
-    _check("x", x, (None, None))
-    rows, width = x.shape
+    rows = states.spans.total
+    _check("x", x, (rows, None))
+    width = x.shape[1]
     _check("weight", weight, (None, width))
     taps = len(weight)
-    _check("state", state, (width * (taps - 1),))
+    for state in states.states:
+        _check_size("conv_state", state.conv_state, width * (taps - 1))
     out = np.empty_like(x)
-    grain = max(1, SHARE // max(1, rows * taps * CHANNELS))
     threads.run(
-        _conv_silu, -(-width // CHANNELS), grain, x.reshape(-1), width, weight.reshape(-1), taps, state, out.reshape(-1)
+        _conv_silu,
+        rows * -(-width // CHANNELS),
+        max(1, SHARE // (taps * CHANNELS)),
+        x.reshape(-1),
+        width,
+        weight.reshape(-1),
+        taps,
+        states.spans.table,
+        states.table,
+        states.captures,
+        out.reshape(-1),
     )
     return out
 
 
 def delta_scan(
-    qkv: F32Array,
-    beta: F32Array,
-    decay: F32Array,
-    shape: DeltaShape,
-    state: F32Array,
-    next_state: F32Array,
-    threads: Threads,
-    out: F32Array | None = None,
+    qkv: F32Array, beta: F32Array, decay: F32Array, shape: DeltaShape, states: StateBatch, threads: Threads
 ) -> F32Array:
-    """The gated delta rule over rows, one after another: f32 `[rows, n_v * d_v]`, in `out` if given.
+    """The gated delta rule over each session's rows, one after another: f32 `[rows, n_v * d_v]`.
 
     With `S` a v head's state, and q and k (of head `h // (n_v / n_k)`) brought to length 1, q divided by sqrt(d_k):
-    `S = decay * S; S += outer(k, beta * (v - k @ S)); out = q @ S`.
+    `S = decay * S; S += outer(k, beta * (v - k @ S)); out = q @ S`. It reads a session's `ssm_state`, f32
+    `[n_v * d_k * d_v]`, writes `ssm_state_alt` and swaps them.
 
     Args:
-        qkv: f32 `[rows, n_k*d_k + n_k*d_k + n_v*d_v]`, C-contiguous: q, k and v of each row.
+        qkv: f32 `[rows, n_k*d_k + n_k*d_k + n_v*d_v]`, C-contiguous: q, k and v of each row, the sessions' rows one after
+            another as `states.spans` says.
         beta, decay: f32 `[rows, n_v]`, as of `delta_gates`.
         shape: the heads.
-        state: f32 `[n_v * d_k * d_v]`, the state before the first row.
-        next_state: the same size, gets the state after the last row; may be `state`.
+        states: the sessions' states.
         threads: the threads to use.
 
     Raises:
-        InputError: a shape, dtype or memory order is wrong, or there is no row; `next_state` is untouched.
+        InputError: a shape, dtype or memory order is wrong; the states are untouched.
     """
     n_k, n_v, d_k, d_v = shape
     if min(shape) < 1 or n_v % n_k:
         raise InputError(f"{shape}: every number must be at least 1 and n_v a multiple of n_k")
-    _check("qkv", qkv, (None, shape.conv_width))
-    rows = len(qkv)
-    if not rows:
-        raise InputError("qkv has no rows: the state after it would not be written; pass at least one")
+    rows = states.spans.total
+    _check("qkv", qkv, (rows, shape.conv_width))
     _check("beta", beta, (rows, n_v))
     _check("decay", decay, (rows, n_v))
-    _check("state", state, (shape.state_width,))
-    _check("next_state", next_state, (shape.state_width,))
-    if out is None:
-        out = np.empty((rows, shape.value_width), np.float32)
-    _check("out", out, (rows, shape.value_width))
-    grain = max(1, SHARE // (rows * 2 * d_k * d_v))
+    for state in states.states:
+        _check_size("ssm_state", state.ssm_state, shape.state_width)
+        _check_size("ssm_state_alt", state.ssm_state_alt, shape.state_width)
+    out = np.empty((rows, shape.value_width), np.float32)
     qk = np.empty(rows * 2 * n_k * d_k, np.float32)
     _to_length(qkv.reshape(-1), shape.conv_width, 2 * n_k, d_k, qk)
-    flat = qk, qkv.reshape(-1), beta.reshape(-1), decay.reshape(-1)
-    threads.run(_scan, n_v, grain, *flat, (n_k, n_v, d_k, d_v), state, next_state, out.reshape(-1))
+    threads.run(
+        _scan,
+        rows * n_v,
+        max(1, SHARE // (2 * d_k * d_v)),
+        qk,
+        qkv.reshape(-1),
+        beta.reshape(-1),
+        decay.reshape(-1),
+        (n_k, n_v, d_k, d_v),
+        states.spans.table,
+        states.table,
+        states.captures,
+        out.reshape(-1),
+    )
+    for state, count in zip(states.states, states.spans.rows, strict=True):
+        if count:
+            state.swap()
     return out
 
 
@@ -159,13 +180,38 @@ def _check(name: str, array: NDArray[Any], shape: tuple[int | None, ...]) -> Non
         )
 
 
+def _check_size(name: str, state: F32Array, size: int) -> None:
+    if state.size != size:
+        raise InputError(f"{name} has {state.size} elements; it must be of the model's shape, {size}")
+
+
 @kernel
-def _conv_silu(x: F32Array, width: int, weight: F32Array, taps: int, state: F32Array, out: F32Array, lo: int, hi: int) -> None:
-    """Units `[lo, hi)` of `CHANNELS` channels. `past` is their state with a row a tap, so that lanes run over channels."""
-    rows, history = x.size // width, taps - 1
+def _conv_silu(
+    x: F32Array,
+    width: int,
+    weight: F32Array,
+    taps: int,
+    spans: I64Array,
+    states: I64Array,
+    captures: I64Array,
+    out: F32Array,
+    lo: int,
+    hi: int,
+) -> None:
+    """Units with their middle in `[lo, hi)`: a session's rows in `CHANNELS` channels.
+
+    `past` is the state there with a row a tap, so that lanes run over channels.
+    """
+    history = taps - 1
     past = np.empty(history * CHANNELS, np.float32)
     sums = np.empty(CHANNELS, np.float32)
-    for first in range(lo * CHANNELS, min(hi * CHANNELS, width), CHANNELS):
+    parts = (width + CHANNELS - 1) // CHANNELS
+    for unit in range(len(spans) * parts):
+        session, first = unit // parts, unit % parts * CHANNELS
+        start, rows = spans[session, START], spans[session, ROWS]
+        if not lo <= start * parts + unit % parts * rows + rows // 2 < hi:
+            continue
+        state = floats_at(states[session, CONV], width * history)
         channels = min(CHANNELS, width - first)
         for age in range(history):
             for channel in range(channels):
@@ -176,17 +222,29 @@ def _conv_silu(x: F32Array, width: int, weight: F32Array, taps: int, state: F32A
                 if source < 0:
                     _tap(past, (row + tap) * CHANNELS, weight, tap * width + first, sums, channels, tap == 0)
                 else:
-                    _tap(x, source * width + first, weight, tap * width + first, sums, channels, tap == 0)
+                    _tap(x, (start + source) * width + first, weight, tap * width + first, sums, channels, tap == 0)
             for channel in range(channels):
                 value = np.float64(sums[channel])
                 sums[channel] = np.float32(value * sigmoid(value))
             for channel in range(channels):
-                out[row * width + first + channel] = sums[channel]
-        for age in range(history):
-            source = rows + age - history
-            for channel in range(channels):
-                at = (first + channel) * history + age
-                state[at] = past[(rows + age) * CHANNELS + channel] if source < 0 else x[source * width + first + channel]
+                out[(start + row) * width + first + channel] = sums[channel]
+        _keep_last(past, x, start * width + first, width, rows, history, channels, state, first)
+        for capture in captures:
+            if capture[CAPTURE_SESSION] == session:
+                copy = floats_at(capture[CAPTURE_CONV], width * history)
+                _keep_last(past, x, start * width + first, width, capture[CAPTURE_ROWS], history, channels, copy, first)
+
+
+@kernel
+def _keep_last(
+    past: F32Array, x: F32Array, at: int, width: int, rows: int, history: int, channels: int, state: F32Array, first: int
+) -> None:
+    """Writes the last `history` inputs after `rows` rows, of the channels from `first` on; the first row's are at `at`."""
+    for age in range(history):
+        source = rows + age - history
+        for channel in range(channels):
+            value = past[(rows + age) * CHANNELS + channel] if source < 0 else x[at + source * width + channel]
+            state[(first + channel) * history + age] = value
 
 
 @kernel
@@ -239,26 +297,39 @@ def _scan(
     beta: F32Array,
     decay: F32Array,
     shape: tuple[int, int, int, int],
-    state: F32Array,
-    next_state: F32Array,
+    spans: I64Array,
+    states: I64Array,
+    captures: I64Array,
     out: F32Array,
     lo: int,
     hi: int,
 ) -> None:
-    """Heads `[lo, hi)`. The first row reads `state` and writes `next_state`, the others work in the latter."""
+    """Units with their middle in `[lo, hi)`: a session's rows in one v head.
+
+    The first row reads the current state and writes the other, the rows after it work in the latter.
+    """
     n_k, n_v, d_k, d_v = shape
-    rows, width = beta.size // n_v, 2 * n_k * d_k + n_v * d_v
+    width, size = 2 * n_k * d_k + n_v * d_v, d_k * d_v
     change = np.empty(d_v, np.float32)
-    for head in range(lo, hi):
-        at, key_head, before = head * d_k * d_v, head // (n_v // n_k), state
-        for row in range(rows):
+    for unit in range(len(spans) * n_v):
+        session, head = unit // n_v, unit % n_v
+        start, rows = spans[session, START], spans[session, ROWS]
+        if not lo <= start * n_v + head * rows + rows // 2 < hi:
+            continue
+        at, key_head = head * size, head // (n_v // n_k)
+        before, after = floats_at(states[session, STATE], n_v * size), floats_at(states[session, NEXT], n_v * size)
+        for row in range(start, start + rows):
             q_at, v_at = (row * 2 * n_k + key_head) * d_k, row * width + 2 * n_k * d_k + head * d_v
             k_at, gate = q_at + n_k * d_k, row * n_v + head
             _recall(before, at, qk, k_at, d_k, change)
             for lane in range(d_v):
                 change[lane] = fma(-decay[gate], change[lane], qkv[v_at + lane]) * beta[gate]
-            _learn(before, next_state, at, decay[gate], qk, k_at, q_at, d_k, change, out, gate * d_v)
-            before = next_state
+            _learn(before, after, at, decay[gate], qk, k_at, q_at, d_k, change, out, gate * d_v)
+            before = after
+            for capture in captures:
+                if capture[CAPTURE_SESSION] == session and capture[CAPTURE_ROWS] == row + 1 - start:
+                    copy = floats_at(capture[CAPTURE_STATE], n_v * size)
+                    copy[at : at + size] = after[at : at + size]
 
 
 @kernel

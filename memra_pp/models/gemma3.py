@@ -14,8 +14,10 @@ from ..config import KvPlan, ModelConfig
 from ..config.fields import Fields
 from ..errors import ConfigError
 from ..kernels import CpuDev, ops
+from ..kernels.attention import AttentionSpec
+from ..kernels.heads import split_heads
 from ..kernels.matmul import PackedMatrix, matmul
-from .parts import F32, Forward, Head, Step, attend, heads, inverse_frequencies, load_head, load_norm, load_tensor, packed
+from .parts import F32, Forward, Head, Step, attend, inverse_frequencies, load_head, load_norm, load_tensor, packed
 from .protocol import Array
 from .weights import Weights
 
@@ -67,7 +69,7 @@ class Gemma3Params:
 class Gemma3Layer:
     """One layer's weights. `qkv` is q, k and v stacked; norms include Gemma's `1 + w`."""
 
-    plan: KvPlan
+    attention: AttentionSpec
     inv_freq: F32
     input_norm: F32
     qkv: PackedMatrix
@@ -96,8 +98,7 @@ class Gemma3(Forward):
 
     def layer_width(self, il: int) -> int:
         """q, its heads, K, V and their heads, or gate and up."""
-        plan = self._weights[il].plan
-        return max(2 * self.params.n_head * plan.head_dim_k + 2 * plan.kv_dim_k + 2 * plan.kv_dim_v, 2 * self.params.n_ff)
+        return 2 * max(self._weights[il].qkv.n_out, self.params.n_ff)
 
     def embed(self, weights: Weights, tokens: Array) -> F32:
         """The hidden rows of tokens, times the square root of their width."""
@@ -124,14 +125,10 @@ class Gemma3(Forward):
         ops.add_into(x, ops.rms_norm(matmul(gate, layer.down, threads), layer.post_feedforward_norm, params.eps))
 
     def _attention(self, layer: Gemma3Layer, il: int, h: F32, step: Step) -> F32:
-        plan, eps, threads = layer.plan, self.params.eps, self.device.threads
+        qkv = matmul(h, layer.qkv, self.device.threads)
         rope = step.rope(layer.inv_freq)
-        n_q = self.params.n_head * plan.head_dim_k
-        qkv = matmul(h, layer.qkv, threads)
-        q = heads(qkv[:, :n_q], plan.head_dim_k, layer.q_norm, eps, rope)
-        k = heads(qkv[:, n_q : n_q + plan.kv_dim_k], plan.head_dim_k, layer.k_norm, eps, rope)
-        v = np.ascontiguousarray(qkv[:, n_q + plan.kv_dim_k :])
-        return attend(il, plan, q, k, v, self.params.scale, step, threads)
+        q, k, v = split_heads(qkv, layer.attention, layer.q_norm, layer.k_norm, self.params.eps, rope)
+        return attend(il, layer.attention, q, k, v, step, self.device.threads)
 
 
 def _load_layer(weights: Weights, params: Gemma3Params, il: int, device: CpuDev) -> Gemma3Layer:
@@ -150,7 +147,7 @@ def _load_layer(weights: Weights, params: Gemma3Params, il: int, device: CpuDev)
         return load_norm(weights, f"{base}{name}.weight", width)
 
     return Gemma3Layer(
-        plan=plan,
+        attention=AttentionSpec(plan.n_head_kv, plan.head_dim_k, plan.head_dim_v, plan.window, params.scale),
         inv_freq=inverse_frequencies(plan.head_dim_k, theta, factor),
         input_norm=norm("input_layernorm"),
         qkv=matrix(n_embd, ("self_attn.q_proj", n_q), ("self_attn.k_proj", plan.kv_dim_k), ("self_attn.v_proj", plan.kv_dim_v)),

@@ -12,14 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..admission.cost import workspace_bytes
-from ..cache import Cache
+from ..cache import Cache, KvLayer
 from ..config import KvPlan, ModelConfig
 from ..errors import ConfigError
-from ..kernels import CpuDev, append, ops
-from ..kernels.attention import AttentionSpec, attention
-from ..kernels.matmul import PackedMatrix, matmul
+from ..kernels import CpuDev, ops
+from ..kernels.addresses import addresses_of
+from ..kernels.append import append_rows
+from ..kernels.attention import AttentionSpec, attend_rows
+from ..kernels.batches import KvBatch, StateBatch, capture_table
+from ..kernels.matmul import Matrix, PackedMatrix, matmul
+from ..kernels.matmul_q8 import Q8Matrix
+from ..kernels.spans import Spans
 from ..kernels.threads import Threads
-from .protocol import Array, Segment, StepBatch
+from .protocol import Array, StepBatch
 from .weights import Weights, open_weights
 
 F32: TypeAlias = NDArray[np.float32]
@@ -28,14 +33,22 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class Step:
-    """One step's rows on their way through the layers.
+    """One step's rows on their way through the layers, and what is the same for all of these.
 
     Attributes:
-        parts: each session's segment, its rows in the batch, and its cache.
+        spans: each session's rows in the batch.
+        taps: where tapped residuals of a session go, and its rows in the batch.
     """
 
     def __init__(self, batch: StepBatch, caches: Sequence[Cache]) -> None:
-        self.parts: list[tuple[Segment, slice, Cache]] = list(zip(batch.segments, batch.slices, caches, strict=True))
+        self.spans = Spans([segment.pos for segment in batch.segments], [segment.rows for segment in batch.segments])
+        slices = batch.slices
+        self.taps = [(c.dflash_taps, where) for c, where in zip(caches, slices, strict=True) if c.dflash_taps is not None]
+        self._caches = caches
+        self._captures = [(i, rows, snap) for i, segment in enumerate(batch.segments) for rows, snap in segment.captures]
+        self._addresses = [addresses_of(cache) for cache in caches]
+        self._planes = np.stack([known.planes for known in self._addresses], axis=1)
+        self._retained: dict[KvPlan, list[int]] = {}
         self._positions = batch.positions
         self._tables: dict[bytes, tuple[F32, F32]] = {}
 
@@ -46,13 +59,42 @@ class Step:
             self._tables[key] = ops.rope_tables(self._positions, inv_freq)
         return self._tables[key]
 
+    def kv(self, il: int) -> KvBatch:
+        """The K/V rows of layer `il` in each session's cache.
+
+        Raises:
+            ConfigError: a cache has no such layer.
+        """
+        layers = [layer for cache in self._caches if (layer := cache.kv[il]) is not None]
+        if len(layers) < len(self._caches):
+            raise ConfigError(f"layer {il}'s cache is not on this stage: the cache was cut at another fence")
+        return KvBatch(layers, self._planes[il], self.spans)
+
+    def retain_from(self, layers: Sequence[KvLayer]) -> list[int]:
+        """The first absolute row that each session's append to its layer must keep; one list for all layers of a plan."""
+        plan = layers[0].plan
+        if plan not in self._retained:
+            self._retained[plan] = [cache.retain_from(layer) for cache, layer in zip(self._caches, layers, strict=True)]
+        return self._retained[plan]
+
+    def states(self, il: int) -> StateBatch:
+        """The state of recurrent layer `il` in each session's cache, and the copies of it that are asked for.
+
+        Raises:
+            CacheError: a cache has no such layer.
+        """
+        states = [cache.state(il) for cache in self._caches]
+        table = np.array([known.state_row(state) for known, state in zip(self._addresses, states, strict=True)], np.int64)
+        copies = [(session, rows, snap.states[il]) for session, rows, snap in self._captures]
+        return StateBatch(states, table, self.spans, capture_table(copies, states, self.spans))
+
 
 @dataclass(frozen=True)
 class Head:
     """The final norm and the output matrix."""
 
     norm: F32
-    matrix: PackedMatrix
+    matrix: Matrix
     eps: float
 
     def logits(self, x: F32, threads: Threads) -> F32:
@@ -104,9 +146,8 @@ class Forward(ABC):
         step = Step(batch, caches)
         for il in self.layers:
             self.run_layer(il, x, step)
-            for _, where, cache in step.parts:
-                if cache.dflash_taps is not None:
-                    cache.dflash_taps.write(il, x[where])
+            for taps, where in step.taps:
+                taps.write(il, x[where])
         return x
 
     def embed(self, weights: Weights, tokens: Array) -> F32:
@@ -135,33 +176,18 @@ class Forward(ABC):
         """An upper bound of the f32 that layer `il` holds a row, beyond a few of `n_embd`."""
 
 
-def heads(flat: F32, head_dim: int, norm: F32, eps: float, rope: tuple[F32, F32]) -> F32:
-    """Splits rows into heads, normalises and rotates each: f32 `[rows, heads, head_dim]`."""
-    rows = len(flat)
-    split = ops.rms_norm(np.ascontiguousarray(flat).reshape(-1, head_dim), norm, eps).reshape(rows, -1, head_dim)
-    ops.rope_neox(split, *rope)
-    return split
-
-
-def attend(il: int, plan: KvPlan, q: F32, k: F32, v: F32, scale: float, step: Step, threads: Threads) -> F32:
+def attend(il: int, spec: AttentionSpec, q: F32, k: F32, v: F32, step: Step, threads: Threads) -> F32:
     """Appends K and V rows of layer `il` to each session's cache and attends to it: f32 `[rows, n_head * head_dim_v]`.
 
-    `q` and `k` are `[rows, heads, head_dim_k]`, `v` is `[rows, kv_dim_v]`.
+    `q`, `k`, `v` are as of `split_heads`.
 
     Raises:
         ConfigError: a cache has no such layer.
-        CacheError: the rows do not fit, or one holds what the format cannot keep (see `append`).
+        CacheError: the rows do not fit, or one holds what the format cannot keep (see `append_rows`).
     """
-    out = np.empty((len(q), q.shape[1] * plan.head_dim_v), np.float32)
-    for segment, where, cache in step.parts:
-        kv = cache.kv[il]
-        if kv is None:
-            raise ConfigError(f"layer {il}'s cache is not on this stage: the cache was cut at another fence")
-        append(kv, segment.pos, k[where].reshape(segment.rows, -1), v[where], cache.retain_from(kv))
-        formats = kv.layout.k_fmt, kv.layout.v_fmt
-        spec = AttentionSpec(plan.n_head_kv, plan.head_dim_k, plan.head_dim_v, *formats, plan.window, scale)
-        attention(q[where], kv.k, kv.v, spec, segment.pos, kv.base, threads, out=out[where])
-    return out
+    batch = step.kv(il)
+    append_rows(batch, k, v, step.retain_from(batch.layers))
+    return attend_rows(q, batch, spec, threads)
 
 
 def packed(parts: Sequence[F32], device: CpuDev) -> PackedMatrix:
@@ -174,16 +200,23 @@ def packed(parts: Sequence[F32], device: CpuDev) -> PackedMatrix:
     return matrix
 
 
+def head_tensor(tied: bool) -> str:
+    """The name of the output matrix: the embedding's if they are tied."""
+    return EMBEDDING if tied else "lm_head.weight"
+
+
 def load_head(weights: Weights, tied: bool, eps: float, device: CpuDev) -> Head:
-    """The head of a checkpoint; its matrix is the embedding's if they are tied.
+    """The head of a checkpoint. A matrix in q8_0 stays so: a quarter of the bytes to read for each token, the same bits.
 
     Raises:
         ConfigError: a tensor is missing or of another shape than the config says.
     """
     norm = load_norm(weights, "model.norm.weight", weights.cfg.n_embd)
-    name = EMBEDDING if tied else "lm_head.weight"
-    shape = weights.cfg.n_vocab, weights.cfg.n_embd
+    name, shape = head_tensor(tied), (weights.cfg.n_vocab, weights.cfg.n_embd)
     require_shape(weights, name, shape)
+    blocks = weights.q8_0(name)
+    if blocks is not None:
+        return Head(norm, Q8Matrix.pack(blocks, device.threads), eps)
     matrix = PackedMatrix.empty(*shape)
     for row, part in weights.chunks(name, HEAD_CHUNK_ROWS):
         matrix.fill(row, part, device.threads)

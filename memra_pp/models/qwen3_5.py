@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache import RecurLayer
 from ..config import KvPlan, ModelConfig, RecurrentPlan
 from ..config.fields import MAX_LAYERS, Fields
 from ..errors import ConfigError
 from ..kernels import CpuDev, ops
+from ..kernels.attention import AttentionSpec
 from ..kernels.delta import DeltaShape, conv_silu, delta_gates, delta_scan
+from ..kernels.heads import split_heads
 from ..kernels.matmul import PackedMatrix, matmul
-from .parts import F32, Forward, Head, Step, attend, heads, inverse_frequencies, load_head, load_norm, load_tensor, packed
-from .protocol import Segment
+from .parts import F32, Forward, Head, Step, attend, inverse_frequencies, load_head, load_norm, load_tensor, packed
 from .weights import Weights
 
 
@@ -90,7 +90,7 @@ def _delta_shape(f: Fields) -> DeltaShape:
 class GatedAttention:
     """A full-attention layer's mixer. `qkv` is q, k and v stacked, `gate` what q_proj gives beside q."""
 
-    plan: KvPlan
+    attention: AttentionSpec
     inv_freq: F32
     qkv: PackedMatrix
     gate: PackedMatrix
@@ -141,8 +141,8 @@ class Qwen35(Forward):
     def layer_width(self, il: int) -> int:
         """What a mixer's projections and their results take, or gate and up."""
         match self._weights[il].mixer:
-            case GatedAttention(plan=plan):
-                mixer = 5 * self.params.n_head * plan.head_dim_k + 2 * plan.kv_dim_k + 2 * plan.kv_dim_v
+            case GatedAttention() as attention:
+                mixer = 2 * attention.qkv.n_out + 3 * attention.gate.n_out
             case DeltaNet() as net:
                 mixer = 3 * net.qkv.n_out + 3 * net.z.n_out + 2 * net.ba.n_out
         return max(mixer, 2 * self.params.n_ff)
@@ -163,14 +163,10 @@ class Qwen35(Forward):
         ops.add_into(x, matmul(gate, layer.down, threads))
 
     def _attention(self, mixer: GatedAttention, il: int, h: F32, step: Step) -> F32:
-        plan, eps, threads = mixer.plan, self.params.eps, self.device.threads
-        rope = step.rope(mixer.inv_freq)
-        n_q = self.params.n_head * plan.head_dim_k
-        qkv = matmul(h, mixer.qkv, threads)
-        q = heads(qkv[:, :n_q], plan.head_dim_k, mixer.q_norm, eps, rope)
-        k = heads(qkv[:, n_q : n_q + plan.kv_dim_k], plan.head_dim_k, mixer.k_norm, eps, rope)
-        v = np.ascontiguousarray(qkv[:, n_q + plan.kv_dim_k :])
-        mixed = attend(il, plan, q, k, v, plan.head_dim_k**-0.5, step, threads)
+        threads = self.device.threads
+        qkv, rope = matmul(h, mixer.qkv, threads), step.rope(mixer.inv_freq)
+        q, k, v = split_heads(qkv, mixer.attention, mixer.q_norm, mixer.k_norm, self.params.eps, rope)
+        mixed = attend(il, mixer.attention, q, k, v, step, threads)
         ops.sigmoid_mul(mixed, matmul(h, mixer.gate, threads))
         return mixed
 
@@ -178,31 +174,12 @@ class Qwen35(Forward):
         threads = self.device.threads
         qkv, z = matmul(h, net.qkv, threads), matmul(h, net.z, threads)
         beta, decay = delta_gates(matmul(h, net.ba, threads), net.rate, net.dt_bias)
-        mixed = np.empty_like(z)
-        for segment, where, cache in step.parts:
-            self._advance(net, il, cache.state(il), segment, (qkv[where], beta[where], decay[where]), mixed[where])
+        states = step.states(il)
+        mixed = delta_scan(conv_silu(qkv, net.conv, states, threads), beta, decay, net.shape, states, threads)
         by_head = mixed.reshape(-1, len(net.norm))
         ops.rms_norm(by_head, net.norm, self.params.eps, out=by_head)
         ops.silu_mul(z, mixed)
         return z
-
-    def _advance(
-        self, net: DeltaNet, il: int, state: RecurLayer, segment: Segment, rows: tuple[F32, F32, F32], out: F32
-    ) -> None:
-        """Moves one session's state over its rows, from one capture to the next: the scan is sequential."""
-        threads, start = self.device.threads, 0
-        for end, snapshot in (*segment.captures, (segment.rows, None)):
-            if end > start:
-                qkv, beta, decay = (part[start:end] for part in rows)
-                qkv = conv_silu(qkv, net.conv, state.conv_state, threads)
-                buffers = state.ssm_state, state.ssm_state_alt
-                delta_scan(qkv, beta, decay, net.shape, *buffers, threads, out=out[start:end])
-                state.swap()
-            if snapshot is not None:
-                copy = snapshot.states[il]
-                state.dev.copy_into(copy.conv, 0, state.conv_state, len(state.conv_state))
-                state.dev.copy_into(copy.ssm, 0, state.ssm_state, len(state.ssm_state))
-            start = end
 
 
 @dataclass(frozen=True)
@@ -239,7 +216,7 @@ class _Loader:
         q, gate = self.split("self_attn.q_proj", n_head, dim, dim)
         k, v = self.matrix("self_attn.k_proj", plan.kv_dim_k), self.matrix("self_attn.v_proj", plan.kv_dim_v)
         return GatedAttention(
-            plan=plan,
+            attention=AttentionSpec(plan.n_head_kv, dim, plan.head_dim_v, plan.window, dim**-0.5),
             inv_freq=inverse_frequencies(int(dim * self.params.rotary_factor), self.params.theta),
             qkv=self.packed(q, k, v),
             gate=self.packed(gate),

@@ -58,6 +58,14 @@ class Weights(ABC):
         """
 
     @abstractmethod
+    def stored_as(self, name: str) -> str:
+        """The tensor's type in the file: `BF16`, `Q8_0`, ...
+
+        Raises:
+            ConfigError: no such tensor; it and the file are named.
+        """
+
+    @abstractmethod
     def _rows(self, name: str) -> tuple[U8, Callable[[U8], F32]]:
         """The stored bytes `[rows, row_bytes]`, mapped, and what turns some of them into f32 `[rows, K]`."""
 
@@ -99,6 +107,18 @@ class Weights(ABC):
         for at in range(0, len(data), rows):
             yield at, self._decode(data[at : at + rows], decode)
 
+    def q8_0(self, name: str) -> U8 | None:
+        """A matrix's q8_0 blocks as they lie in the file, u8 `[rows, K / 32 * 34]`, mapped; None if it is of another type.
+
+        Raises:
+            ConfigError: no such tensor.
+        """
+        if self.stored_as(name) != "Q8_0":
+            return None
+        data, _ = self._rows(name)
+        self.bytes_read += data.nbytes
+        return data
+
     def _decode(self, data: U8, decode: Callable[[U8], F32]) -> F32:
         self.bytes_read += data.nbytes
         return np.ascontiguousarray(decode(data), np.float32)
@@ -138,6 +158,9 @@ class SafetensorsWeights(Weights):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._info(name).shape
+
+    def stored_as(self, name: str) -> str:
+        return self._info(name).dtype
 
     def _rows(self, name: str) -> tuple[U8, Callable[[U8], F32]]:
         info = self._info(name)
@@ -235,6 +258,9 @@ class GgufWeights(Weights):
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._info(name).shape
+
+    def stored_as(self, name: str) -> str:
+        return self._info(name).type_name
 
     def _rows(self, name: str) -> tuple[U8, Callable[[U8], F32]]:
         info = self._info(name)

@@ -1,13 +1,13 @@
 """Frames: what travels a lane. Fixed-size records, an optional msgpack header and raw array bytes; every count and length is
 bounded before use.
 
-Wire format, little-endian: a prefix (`kind u32`, `head bytes u32`, `hops u32`, 4 zeros, `body bytes i64`, `id i64`); the
-counts of entries, arrays and bytes of notes (`u32` each); a record an entry (the fields of `Entry`, i64); a record an array
+Wire format, little-endian: a prefix (`kind u32`, `head bytes u32`, `hops u32`, `slowest u32`, `body bytes i64`, `id i64`);
+the counts of entries, arrays and bytes of notes (`u32` each); a record an entry (the fields of `Entry`, i64); a record an array
 (dtype, rows, width or 0, i64); the notes in msgpack; zeros up to a multiple of 64: that is the head. Then each array's bytes,
 each padded with zeros to a multiple of 64.
 
-A plain frame, one entry with one array and no notes, leaves out the counts and the notes: it is what a generation sends for
-every token, and a hop reads its head with one call and writes it with one.
+A plain frame, one entry with one array or none and no notes, leaves out the counts and the notes, and has a record of dtype 2
+for no array: it is what a generation sends for every token, and a hop reads its head with one call and writes it with one.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ import numpy as np
 from ..errors import FrameError, InputError, LaneError, require
 from ..models.protocol import Array
 
-PREFIX = struct.Struct("<IIIxxxxqq")
+PREFIX = struct.Struct("<IIIIqq")
 GENERAL, PLAIN = 0x3147504D, 0x3150504D  # "MPG1", "MPP1"
 MAX_HEAD_BYTES = 1 << 22
 MAX_BODY_BYTES = 1 << 29
 MAX_NOTE_LIST = 1 << 12
 ALIGN = 64
 
-OPS = ("step", "open", "close", "reset", "ping", "stats", "stop")
-STEP, OPEN, CLOSE, RESET, PING, STATS, STOP = range(len(OPS))
+OPS = ("step", "open", "close", "reset", "ping", "stats", "stop", "clock", "trace", "spans")
+STEP, OPEN, CLOSE, RESET, PING, STATS, STOP, CLOCK, TRACE, SPANS = range(len(OPS))
 LOGITS, ARGMAX = range(2)
 TOPK = np.dtype([("id", "<i4"), ("logit", "<f4")])
 """What `topk:n` answers: `[rows, n]` of these, best first; equal logits by lower id."""
@@ -43,10 +43,11 @@ _FIELDS = 15
 _ENTRY = struct.Struct(f"<{_FIELDS}q")
 _ARRAY = struct.Struct("<3q")
 _COUNTS = struct.Struct("<3I")
-_PLAIN = struct.Struct(f"<IIIxxxxqq{_FIELDS}q3q")
-_PLAIN_HEAD = -(-_PLAIN.size // ALIGN) * ALIGN
-_PLAIN_PADDING = bytes(_PLAIN_HEAD - _PLAIN.size)
+_PLAIN = struct.Struct(f"<IIIIqq{_FIELDS}q3q16x")  # padded to a multiple of ALIGN
+_NO_ARRAY = len(DTYPES), 0, 0
+_NO_NOTES = msgpack.packb({})
 _PADDING = bytes(ALIGN)
+MAX_SLOWEST = 2**32 - 1
 
 Note = dict[str, Any]
 
@@ -105,7 +106,8 @@ class Frame:
     """Entries in order, and the arrays they speak of: the rows on the way down the chain; on the way back one array an entry
     that is answered, in order.
 
-    `hops` counts the stages that have applied the frame: all its entries, or what a note says of one.
+    `hops` counts the stages that have applied the frame: all its entries, or what a note says of one. `slowest` is the longest
+    that one of them took for it, in microseconds, `MAX_SLOWEST` for whatever is longer.
     `notes[i]` is what entry `i` says beyond its record: `args` of an open and the `bytes` each stage allocated for it, the
     `answer` to a question, the `taps` of a step, or the `fault` (`[stage, kind, message]`) of an entry that a stage could
     not apply. Such an entry travels on without rows.
@@ -120,6 +122,7 @@ class Frame:
     arrays: list[Array] = field(default_factory=list)
     notes: dict[int, Note] = field(default_factory=dict)
     hops: int = 0
+    slowest: int = 0
 
     def bury(self, index: int, fault: list[Any]) -> None:
         """Makes an entry a tombstone: it travels on with the fault, and without rows."""
@@ -140,12 +143,17 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
     """
     arrays, entries = frame.arrays, frame.entries
     try:
-        if len(arrays) == 1 == len(entries) and not frame.notes:
-            a = arrays[0]
-            size = a.nbytes
-            body = size + -size % ALIGN
-            fields = (PLAIN, _PLAIN_HEAD, frame.hops, body, frame.id, *entries[0], *_record(a.dtype, a.shape))
-            buffers: list[Any] = [_PLAIN.pack(*fields) + _PLAIN_PADDING, a, _PADDING[: body - size]]
+        if len(entries) == 1 and len(arrays) < 2 and not frame.notes:
+            body, record = 0, _NO_ARRAY
+            if arrays:
+                a = arrays[0]
+                size = a.nbytes
+                body, record = size + -size % ALIGN, _record(a.dtype, a.shape)
+            buffers: list[Any] = [
+                _PLAIN.pack(PLAIN, _PLAIN.size, frame.hops, frame.slowest, body, frame.id, *entries[0], *record)
+            ]
+            if arrays:
+                buffers += a, _PADDING[: body - size]
         else:
             body = sum(a.nbytes + -a.nbytes % ALIGN for a in arrays)
             buffers = [_general_head(frame, body)]
@@ -160,7 +168,7 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
 
 
 @lru_cache(maxsize=256)
-def _record(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[int, int, int]:
+def _record(dtype: np.dtype[Any], shape: tuple[int, ...]) -> Sequence[int]:
     """What the receiver needs to rebuild an array: dtype, rows, and width or 0. Generations send few shapes."""
     if dtype in DTYPES:
         if len(shape) == 2 and shape[1]:
@@ -171,10 +179,11 @@ def _record(dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[int, int, int
 
 
 def _general_head(frame: Frame, body: int) -> bytes:
-    entries, records, notes = frame.entries, [_record(a.dtype, a.shape) for a in frame.arrays], msgpack.packb(frame.notes)
+    entries, records = frame.entries, [_record(a.dtype, a.shape) for a in frame.arrays]
+    notes = msgpack.packb(frame.notes) if frame.notes else _NO_NOTES
     size = PREFIX.size + _COUNTS.size + _ENTRY.size * len(entries) + _ARRAY.size * len(records) + len(notes)
     pad = -size % ALIGN
-    prefix = PREFIX.pack(GENERAL, size + pad, frame.hops, body, frame.id)
+    prefix = PREFIX.pack(GENERAL, size + pad, frame.hops, frame.slowest, body, frame.id)
     counts = _COUNTS.pack(len(entries), len(records), len(notes))
     return b"".join((prefix, counts, *starmap(_ENTRY.pack, entries), *starmap(_ARRAY.pack, records), notes, _PADDING[:pad]))
 
@@ -188,10 +197,11 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
     """
     if got < PREFIX.size:
         return None, PREFIX.size
-    kind, head, hops, body, frame_id, *fields = _PLAIN.unpack_from(buffer)
+    found = _PLAIN.unpack_from(buffer)
+    kind, head, hops, slowest, body, frame_id = found[:6]
     if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
         raise _too_long(LaneError, head, body)
-    plain = kind == PLAIN and head == _PLAIN_HEAD
+    plain = kind == PLAIN and head == _PLAIN.size
     if not plain and kind != GENERAL:
         raise LaneError(f"a frame begins with {kind:#010x}, a head of {head} bytes: the peer does not speak this protocol")
     size: int = head + body
@@ -199,9 +209,13 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
         return None, size
     try:
         if plain:
-            _require_whole(fields)
-            array, end = _array(buffer[:size], head, fields[_FIELDS:])
-            frame = Frame(frame_id, [_entry_of(fields[:_FIELDS])], [array], {}, hops)
+            fields = found[6:]
+            if min(fields) < 0:
+                raise _negative(fields)
+            frame, end = Frame(frame_id, [_entry_of(fields[:_FIELDS])], [], {}, hops, slowest), head
+            if (record := fields[_FIELDS:]) != _NO_ARRAY:
+                array, end = _array(buffer[:size], head, record)
+                frame.arrays.append(array)
         else:
             frame, end = _read_general(buffer[:size])
         if end != size:
@@ -211,9 +225,8 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
     return frame, size
 
 
-def _require_whole(fields: Sequence[int]) -> None:
-    if min(fields) < 0:
-        raise ValueError(f"a negative field in the record {fields}")
+def _negative(record: Sequence[int]) -> ValueError:
+    return ValueError(f"a negative field in the record {record}")
 
 
 def _array(buffer: memoryview, at: int, record: Sequence[int]) -> tuple[Array, int]:
@@ -226,7 +239,7 @@ def _array(buffer: memoryview, at: int, record: Sequence[int]) -> tuple[Array, i
 
 def _read_general(buffer: memoryview) -> tuple[Frame, int]:
     """A frame with any number of entries, arrays and notes, and where its arrays end."""
-    _, head, hops, _, frame_id = PREFIX.unpack_from(buffer)
+    _, head, hops, slowest, _, frame_id = PREFIX.unpack_from(buffer)
     n_entries, n_arrays, n_notes = _COUNTS.unpack_from(buffer, PREFIX.size)
     first = PREFIX.size + _COUNTS.size
     second = first + n_entries * _ENTRY.size
@@ -236,16 +249,20 @@ def _read_general(buffer: memoryview) -> tuple[Frame, int]:
         raise ValueError(f"a head of {head} bytes for {n_entries} entries, {n_arrays} arrays and {n_notes} bytes of notes")
     entries = list(map(_entry_of, _ENTRY.iter_unpack(buffer[first:second])))
     for entry in entries:
-        _require_whole(entry)
+        if min(entry) < 0:
+            raise _negative(entry)
     arrays, at = [], head
     for record in _ARRAY.iter_unpack(buffer[second:third]):
-        _require_whole(record)
+        if min(record) < 0:
+            raise _negative(record)
         array, at = _array(buffer, at, record)
         arrays.append(array)
-    return Frame(frame_id, entries, arrays, _notes(buffer[third:end], n_entries), hops), at
+    return Frame(frame_id, entries, arrays, _notes(buffer[third:end], n_entries), hops, slowest), at
 
 
 def _notes(packed: memoryview, entries: int) -> dict[int, Note]:
+    if packed == _NO_NOTES:
+        return {}
     notes = msgpack.unpackb(packed, strict_map_key=False, max_array_len=MAX_NOTE_LIST)
     if type(notes) is not dict or not all(type(i) is int and 0 <= i < entries for i in notes):
         raise TypeError(f"notes that are not a map from some of the {entries} entries")

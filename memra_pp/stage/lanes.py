@@ -16,8 +16,11 @@ import socket
 import struct
 import threading
 import time
-from socket import SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET
+from collections.abc import Sequence
+from socket import MSG_DONTWAIT, SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET
 from typing import Any
+
+import numpy as np
 
 from ..errors import FrameError, LaneError
 from .frames import Frame, encode, read
@@ -41,11 +44,11 @@ class Lane:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._sock = sock
         self.peer = peer
-        self._buffer = memoryview(bytearray(1 << 16))
+        self._buffer, self._spare = memoryview(bytearray(1 << 16)), memoryview(bytearray(1 << 16))
         self._whole = (self._buffer,)
         self._arrived: list[int] = []
         self._used = 0
-        self._send_timeout = self._recv_timeout = math.nan  # none that was asked for
+        self._recv_timeout = math.nan  # none that was asked for
         sock.settimeout(None)
 
     def fileno(self) -> int:
@@ -58,21 +61,41 @@ class Lane:
         return sum(self._arrived) > self._used
 
     def send(self, frame: Frame, timeout: float) -> None:
-        """Sends a frame with one gathering call (more only if the socket's buffer fills).
+        """Sends a frame. Raises as `begin` and `finish` do."""
+        if rest := self.begin(frame):
+            self.finish(rest, timeout)
+
+    def begin(self, frame: Frame) -> list[memoryview]:
+        """Sends of a frame what the socket takes at once, with one gathering call. What is left is for `finish`, before the
+        next frame; arrays are not copied.
 
         Raises:
             FrameError: no frame carries this; nothing was sent.
-            LaneError: the peer is gone, or did not take the bytes within `timeout` seconds.
+            LaneError: the peer is gone.
         """
         buffers, total = encode(frame)
         try:
-            if timeout != self._send_timeout:
-                self._set_send_timeout(timeout)
-            sent = self._sock.sendmsg(buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX])
-            if sent != total:
-                self._send_rest(buffers, sent, time.monotonic() + timeout)
+            sent = self._sock.sendmsg(buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX], (), MSG_DONTWAIT)
+        except BlockingIOError:
+            sent = 0
         except ValueError as error:
             raise FrameError(f"an array cannot be sent to {self.peer} ({error}): it must be C-contiguous") from error
+        except OSError as error:
+            raise self._broken("send to", error) from error
+        return [] if sent == total else _behind(buffers, sent)
+
+    def finish(self, rest: Sequence[memoryview], timeout: float) -> None:
+        """Sends what `begin` has left.
+
+        Raises:
+            LaneError: the peer is gone, or did not take the bytes within `timeout` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        try:
+            for part in rest:
+                while len(part):
+                    self._sock.setsockopt(SOL_SOCKET, SO_SNDTIMEO, _timeval(_left(deadline)))
+                    part = part[self._sock.send(part) :]
         except OSError as error:
             raise self._broken("send to", error) from error
 
@@ -80,17 +103,24 @@ class Lane:
         """The next frame, its arrays views of a buffer that the next `recv` overwrites; None if none began in time.
 
         A frame that has begun may take longer than `timeout`, as long as it goes on arriving. What has arrived of it is
-        kept when a signal handler raises, and the next call goes on from there.
+        kept when a signal handler raises, and the next call goes on from there: `extend` over `map` notes how many bytes came
+        in the same C call that reads them.
 
         Raises:
             LaneError: end of file, a bad frame, or silence in the middle of one.
         """
         arrived = self._arrived
-        if self._used:
-            self._drop_used()
+        if used := self._used:
+            if arrived[0] == used:
+                self._used = 0
+                arrived.clear()
+            else:
+                self._drop_used()
         try:
             if not arrived:
-                self._read(self._whole, timeout)
+                if timeout != self._recv_timeout:
+                    self._set_recv_timeout(timeout)
+                arrived.extend(map(self._sock.recv_into, self._whole))
             frame, size = read(self._buffer, arrived[0])
             while frame is None:
                 self._grow(size)
@@ -105,28 +135,43 @@ class Lane:
         self._used = size
         return frame
 
-    def close(self) -> None:
-        """Closes the socket and wakes whoever waits on it."""
+    def keep(self, frame: Frame) -> None:
+        """Leaves the frame received last as it is until the next but one is received, if any of its arrays is a view."""
+        if not any(np.may_share_memory(a, self._buffer) for a in frame.arrays):
+            return
+        rest = sum(self._arrived) - self._used
+        if rest > len(self._spare):
+            self._spare = memoryview(bytearray(rest))
+        self._spare[:rest] = self._buffer[self._used : self._used + rest]
+        self._buffer, self._spare = self._spare, self._buffer
+        self._whole = (self._buffer,)
+        self._arrived[:] = [rest] if rest else []
+        self._used = 0
+
+    def hang_up(self) -> None:
+        """Ends the connection and wakes whoever waits on it. Its descriptor stays its own."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the socket and wakes whoever waits on it."""
+        self.hang_up()
         self._sock.close()
 
     def _fill(self, until: int) -> None:
         """Reads until the buffer holds `until` bytes, and whatever came with them; `STALL_S` is waited for each part."""
+        if self._recv_timeout != STALL_S:
+            self._set_recv_timeout(STALL_S)
         while (got := sum(self._arrived)) < until:
             self._arrived[:] = [got]
-            self._read((self._buffer[got:],), STALL_S)
+            self._arrived.extend(map(self._sock.recv_into, (self._buffer[got:],)))
+            if not self._arrived[-1]:
+                raise LaneError(f"{self.peer} closed the lane")
 
-    def _read(self, into: tuple[memoryview], timeout: float) -> None:
-        """Reads once. `extend` over `map` notes how many bytes came in the same C call that reads them: no signal handler
-        can raise in between."""
-        if timeout != self._recv_timeout:
-            value = _timeval(timeout)
-            self._recv_timeout = timeout
-            self._sock.setsockopt(SOL_SOCKET, SO_RCVTIMEO, value)
-        self._arrived.extend(map(self._sock.recv_into, into))
-        if not self._arrived[-1]:
-            raise LaneError(f"{self.peer} closed the lane")
+    def _set_recv_timeout(self, seconds: float) -> None:
+        value = _timeval(seconds)
+        self._recv_timeout = seconds
+        self._sock.setsockopt(SOL_SOCKET, SO_RCVTIMEO, value)
 
     def _drop_used(self) -> None:
         """Forgets the frame handed out last; what came behind it moves to the front. No signal handler can raise between
@@ -140,25 +185,6 @@ class Lane:
             self._used = 0
             self._arrived.clear()
 
-    def _send_rest(self, buffers: list[Any], sent: int, deadline: float) -> None:
-        for buf in buffers:
-            whole = memoryview(buf)
-            if sent >= whole.nbytes:
-                sent -= whole.nbytes
-                continue
-            rest, sent = whole.cast("B")[sent:], 0
-            while len(rest):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise BlockingIOError
-                self._set_send_timeout(left)
-                rest = rest[self._sock.send(rest) :]
-
-    def _set_send_timeout(self, seconds: float) -> None:
-        value = _timeval(seconds)
-        self._send_timeout = seconds
-        self._sock.setsockopt(SOL_SOCKET, SO_SNDTIMEO, value)
-
     def _grow(self, size: int) -> None:
         if size > len(self._buffer):
             larger = memoryview(bytearray(size))
@@ -167,7 +193,8 @@ class Lane:
             self._buffer, self._whole = larger, (larger,)
 
     def _broken(self, doing: str, error: OSError) -> LaneError:
-        why = "it has stopped taking part" if isinstance(error, BlockingIOError) else error.strerror or str(error)
+        silent = isinstance(error, BlockingIOError | TimeoutError)
+        why = "it has stopped taking part" if silent else error.strerror or str(error)
         return LaneError(f"could not {doing} {self.peer}: {why}")
 
 
@@ -182,6 +209,17 @@ def _left(deadline: float) -> float:
     if left <= 0:
         raise TimeoutError
     return left
+
+
+def _behind(buffers: Sequence[Any], sent: int) -> list[memoryview]:
+    """What lies behind the first `sent` bytes of `buffers`."""
+    rest = []
+    for buffer in buffers:
+        whole = memoryview(buffer)
+        if sent < whole.nbytes:
+            rest.append(whole.cast("B")[sent:])
+        sent = max(0, sent - whole.nbytes)
+    return rest
 
 
 class Listener:

@@ -4,40 +4,50 @@ from __future__ import annotations
 
 import logging
 import threading
+from time import monotonic_ns
+from typing import Any
 
 from ..errors import FrameError, LaneError
-from .frames import STATS, STOP, Entry, Frame
+from . import frames
+from .frames import STOP, Entry, Frame
 from .lanes import Lane
+from .outbox import SEND_S, Outbox
 from .worker import StageWorker
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 0.5
-SEND_S = 60.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 60.0
 """A stage whose driver sends no heartbeat for this long ends itself."""
 
 
 def serve_frames(worker: StageWorker, up: Lane, down: Lane, stop: threading.Event) -> None:
-    """Receives, applies and passes on frames until `stop` is set; sets it when a lane breaks.
+    """Receives, applies and passes on frames until none comes and `stop` is set; sets it when a lane breaks.
 
     Raises:
         LaneError: a neighbour is gone.
     """
+    out = Outbox(down, worker.spans)
     try:
-        while not stop.is_set():
+        while True:
             frame = up.recv(IDLE_S)
             if frame is None:
+                if stop.is_set():
+                    return
+                out.check()
                 continue
             worker.apply(frame)
             try:
-                down.send(frame, SEND_S)
+                sent = out.send(frame)
             except FrameError as error:
                 worker.refuse(frame, error)
-                down.send(frame, SEND_S)
+                sent = out.send(frame)
+            if not sent:
+                up.keep(frame)
     finally:
         stop.set()
+        out.close()
 
 
 def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> None:
@@ -45,7 +55,7 @@ def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> Non
 
     Closes the lane at its end, and so tells the driver of a stage that no longer serves.
 
-    A question is a frame of one entry, ping, stats or stop; it comes back with the answer in the entry's note.
+    A question is a frame of one entry, whose op says what is asked; it comes back with the answer in the entry's note.
     """
     try:
         while not stop.is_set():
@@ -56,8 +66,8 @@ def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> Non
             for i, entry in enumerate(frame.entries):
                 if entry.op == STOP:
                     return
-                if entry.op == STATS:
-                    frame.notes[i] = {"answer": worker.stats()}
+                if (answer := _answer(worker, entry.op)) is not None:
+                    frame.notes[i] = {"answer": answer}
             lane.send(frame, SEND_S)
     except LaneError as error:
         log.warning("%s: the driver's control lane ended (%s)", worker.spec, error)
@@ -66,6 +76,21 @@ def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> Non
         lane.close()
 
 
+def _answer(worker: StageWorker, op: int) -> Any:
+    """What a stage has to say to a question: its totals, its clock in nanoseconds, or the spans that it kept; None to others.
+    TRACE has it keep spans from now on."""
+    match op:
+        case frames.STATS:
+            return worker.stats()
+        case frames.CLOCK:
+            return monotonic_ns()
+        case frames.TRACE:
+            worker.spans.trace()
+        case frames.SPANS:
+            return worker.spans.take()
+    return None
+
+
 def question(op: int, frame_id: int) -> Frame:
-    """A control frame: `op` is PING, STATS or STOP."""
+    """A control frame: `op` is PING, STATS, STOP, CLOCK, TRACE or SPANS."""
     return Frame(frame_id, [Entry(op, 0, 0, 0)])

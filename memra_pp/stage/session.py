@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..admission import SessionShape
-from ..cache import Cache, CacheSnapshot, SnapshotMark
+from ..cache import Cache, CachePlan, CacheSnapshot, SnapshotMark
 from ..errors import StageError
 from ..kernels.cpu import CpuSlab
 from .frames import Entry
@@ -60,44 +61,47 @@ class StageSession:
             StageError: a field that cannot be; nothing has changed.
             CacheError: the books refuse the rollback or the rows; nothing has changed.
         """
-        plan = self.cache.plan
         if not (entry.restore or entry.drop or entry.snapshot or entry.keep):
-            plan.check_append(entry.rows)
+            self.cache.plan.check_append(entry.rows)
             return ()
         self._require_slots(entry)
-        after = plan.copy()
-        if entry.restore and (mark := self._live(entry.restore - 1)) is not None:
-            after.rollback(mark, entry.accept)
-            after.pos = entry.base_len
-        dropped = [snap for slot, snap in enumerate(self.slots) if entry.drop >> slot & 1]
-        for snap in dropped:
-            if snap.mark is not None:
-                after.drop(snap.mark)
-        after.check_append(entry.rows)
+        dropped = [snap for slot, snap in enumerate(self.slots) if entry.drop >> slot & 1] if entry.drop else ()
+        if entry.rows:
+            self._plan_after(entry, dropped).check_append(entry.rows)
         if entry.restore:
             self.cache.rollback(self.slots[entry.restore - 1], entry.accept)
             self.cache.pos = entry.base_len
         for snap in dropped:
             snap.drop()
-        return self._captures(entry)
+        if entry.snapshot and not entry.snapshot_at:
+            self.cache.snapshot_into(self.slots[entry.snapshot - 1], entry.pin > 0)
+        return self._captures(entry) if entry.snapshot_at or entry.keep else ()
 
     def commit(self, entry: Entry, captures: Captures) -> None:
         """Moves `pos` behind the step's rows, which the forward has appended, and takes the snapshots it has filled."""
         self.cache.plan.pos += entry.rows
-        self.fault = None
         for at, snap in captures:
             pinned = entry.snapshot > 0 and entry.pin > 0 and snap is self.slots[entry.snapshot - 1]
             self.cache.mark_snapshot(snap, entry.base_len + at, pinned)
 
+    def _plan_after(self, entry: Entry, dropped: Sequence[CacheSnapshot]) -> CachePlan:
+        """The books as they are when the step's rows come."""
+        plan = self.cache.plan
+        if not (entry.restore or dropped):
+            return plan
+        after = plan.copy()
+        if entry.restore and (mark := self._live(entry.restore - 1)) is not None:
+            after.rollback(mark, entry.accept)
+            after.pos = entry.base_len
+        for snap in dropped:
+            if snap.mark is not None:
+                after.drop(snap.mark)
+        return after
+
     def _captures(self, entry: Entry) -> Captures:
-        captures: list[tuple[int, CacheSnapshot]] = []
-        if entry.snapshot:
-            snap = self.slots[entry.snapshot - 1]
-            if entry.snapshot_at == 0:
-                self.cache.snapshot_into(snap, entry.pin > 0)
-            else:
-                captures.append((entry.snapshot_at, snap))
+        """The states to take after some of the step's rows."""
         first, user = entry.rows - entry.keep, self.shape.snapshots
+        captures = [(entry.snapshot_at, self.slots[entry.snapshot - 1])] if entry.snapshot and entry.snapshot_at else []
         captures += [(first + i, self.slots[user + i]) for i in range(entry.keep)]
         return tuple(sorted(captures, key=lambda capture: capture[0]))
 

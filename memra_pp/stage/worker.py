@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from . import frames, taps
 from .answers import answers
 from .frames import ARGMAX, STEP, Entry, Frame, Note
 from .session import Captures, StageSession
+from .spans import Spans
 from .spec import StageSpec
 
 log = logging.getLogger(__name__)
@@ -33,21 +34,21 @@ RESERVE_BYTES = 128 << 20
 MAX_SESSIONS = 65536
 MAX_FAULT_BYTES = 1000
 _F32 = np.dtype(np.float32)
-_NO_ROWS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
 class StageCounters:
-    """What a stage has done since it was loaded: seconds spent on frames, steps and rows."""
+    """What a stage has done since it was loaded."""
 
-    compute_s: float = 0.0
     steps: int = 0
     rows: int = 0
     faults: int = 0
 
 
-_Step = tuple[int, Entry, StageSession, int, Captures]
-"""An admitted entry's index, the entry, its session, where its rows begin in the frame's array, and what it captures."""
+_Step = tuple[int, Entry, StageSession, Captures, int]
+"""An admitted entry's index, the entry, its session, what it captures, and where its rows begin in the frame's array."""
+
+_segment_of: Any = partial(tuple.__new__, Segment)
 
 
 @dataclass
@@ -62,7 +63,7 @@ class StageWorker:
     sessions: dict[int, StageSession] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._loaded = time.perf_counter()
+        self.spans = Spans(self.spec.stages)
         self._last = self.spec.last
         self._newest = 0
         self._loaded_bytes = 0
@@ -119,47 +120,36 @@ class StageWorker:
 
         Nothing is raised for a bad or failed entry: it travels on as a tombstone, and the others are not touched.
         """
-        started = time.perf_counter()
-        x = frame.arrays[0] if frame.arrays else _NO_ROWS
-        steps: list[_Step] = []
+        began = monotonic()
+        notes, arrays = frame.notes, frame.arrays
+        there = len(arrays[0]) if arrays else 0
+        steps: dict[int, _Step] = {}
         start = rows = 0
         for i, entry in enumerate(frame.entries):
             end = start + entry.rows
             try:
-                if frame.notes and frame.fault(i) is not None:
+                if notes and frame.fault(i) is not None:
                     self._pass_tombstone(frame, i)
-                elif steps and _has_step(steps, entry.session):
+                elif entry.session in steps:
                     raise StageError(
                         f"{self.spec}: session {entry.session} has a step in this frame already: one a frame is allowed"
                     )
                 elif entry.op != STEP:
                     self._control(frame, i)
-                elif (session := self._in_turn(frame, i, entry)) is not None:
-                    captures = self._begin(session, entry, end <= len(x), frame.notes.get(i) if frame.notes else None)
-                    session.seq += 1
-                    if entry.rows:
-                        steps.append((i, entry, session, start, captures))
-                        rows += end - start
-                    else:
-                        session.commit(entry, captures)
+                elif (begun := self._begin(frame, i, entry, end <= there)) is not None and end > start:
+                    steps[entry.session] = i, entry, *begun, start
+                    rows += end - start
             except MemraError as error:
                 self._bury(frame, i, error)
             except Exception as error:
                 log.exception("%s: an entry failed", self.spec)
                 self._bury(frame, i, error)
             start = end
-        counters = self.counters
-        if steps:
-            if rows != len(x):
-                x = np.concatenate([x[at : at + entry.rows] for _, entry, _, at, _ in steps])
-            frame.arrays = self._run(frame, steps, x)
-            counters.steps += 1
-            counters.rows += rows
-        else:
-            frame.arrays = []
+        frame.arrays = self._run(frame, [*steps.values()], rows) if rows else []
         frame.hops += 1
-        self._newest = max(self._newest, frame.id)
-        counters.compute_s += time.perf_counter() - started
+        if frame.id > self._newest:
+            self._newest = frame.id
+        self.spans.computed(frame, began)
 
     def stats(self) -> dict[str, Any]:
         """Counters, bytes and lengths of this stage, as msgpack can carry them."""
@@ -172,7 +162,7 @@ class StageWorker:
             "allocated_bytes": self.device.slab_bytes,
             "learned_bytes": self.learned_bytes,
             "sessions": len(self.sessions),
-            "wait_s": time.perf_counter() - self._loaded - self.counters.compute_s,
+            **self.spans.totals(),
             **asdict(self.counters),
         }
 
@@ -187,29 +177,30 @@ class StageWorker:
     def _workspace(self) -> int:
         return self.model.workspace_bytes(self.spec.max_rows)
 
-    def _in_turn(self, frame: Frame, i: int, entry: Entry) -> StageSession | None:
-        """The session whose step this is; None for a repeat of its last one, which is answered as the first time."""
+    def _begin(self, frame: Frame, i: int, entry: Entry, has_rows: bool) -> tuple[StageSession, Captures] | None:
+        """Checks a step as a whole, and applies what comes before its rows: its session, which takes another step then, and
+        what it captures. None for a repeat of the session's last step, which is answered as the first time."""
         session = self.sessions.get(entry.session)
         if session is None:
             raise StageError(f"{self.spec} has no session {entry.session}: open it first")
-        if entry.seq != session.seq or entry.epoch != self.epoch or entry.base_len != session.base(entry):
+        base = session.base(entry) if entry.restore else session.cache.plan.pos
+        if entry.seq != session.seq or entry.epoch != self.epoch or entry.base_len != base:
             self._answer_repeat(frame, i, session)
             return None
         if session.broken:
             raise StageError(f"{self.spec}: session {entry.session} broke in the step before: reset it first")
-        return session
-
-    def _begin(self, session: StageSession, entry: Entry, has_rows: bool, note: Note | None) -> Captures:
-        """Checks a step in turn as a whole, and applies what comes before its rows."""
         if not (has_rows and entry.logits <= entry.rows and (entry.rows or entry.snapshot) and entry.want <= self._most_wanted):
             raise StageError(
                 f"{self.spec}: a step of {entry.rows} rows (there: {has_rows}), logits={entry.logits}, want={entry.want}: it "
                 f"must have rows or take a snapshot, ask for no more answers than rows, and want at most {self._most_wanted}"
             )
-        tapped = () if note is None else taps.own_layers(self.spec, entry, note)
+        tapped = taps.own_layers(self.spec, entry, note) if frame.notes and (note := frame.notes.get(i)) else ()
         captures = session.begin(entry)
-        taps.arm(session, tapped, entry.rows)
-        return captures
+        if tapped:
+            taps.arm(session, tapped, entry.rows)
+        session.seq += 1
+        session.fault = None
+        return session, captures
 
     def _answer_repeat(self, frame: Frame, i: int, session: StageSession) -> None:
         """Answers a repeat of the session's last step as the first time; anything else out of turn is refused."""
@@ -298,22 +289,31 @@ class StageWorker:
         if isinstance(held := note.get("held"), list):
             held.append([self.device.slab_bytes, self.learned_bytes])
 
-    def _run(self, frame: Frame, steps: list[_Step], x: Array) -> list[Array]:
+    def _run(self, frame: Frame, steps: list[_Step], rows: int) -> list[Array]:
         """One forward over every admitted step; the rows of the next stage, or the answers on the last, then the taps."""
-        batch = StepBatch(tuple([Segment(e.base_len, e.rows, e.logits, captures) for _, e, _, _, captures in steps]))
-        tapped = frame.arrays[1:]
+        segments, caches = [], []
+        for _, e, session, captures, _ in steps:
+            segments.append(_segment_of((e.base_len, e.rows, e.logits, captures)))
+            caches.append(session.cache)
+        batch = StepBatch(tuple(segments))
+        x, *tapped = frame.arrays
+        if rows != len(x):
+            x = np.concatenate([x[at : at + e.rows] for _, e, _, _, at in steps])
+        counters = self.counters
+        counters.steps += 1
+        counters.rows += rows
         try:
-            y = self.model.forward(batch, x, [session.cache for _, _, session, _, _ in steps])
-            shape = (batch.n_logits if self._last else len(x), self._width)
+            y = self.model.forward(batch, x, caches)
+            shape = (batch.n_logits if self._last else rows, self._width)
             if y.shape != shape or y.dtype != _F32:
                 raise StageError(f"{self.spec}: the model returned {y.dtype} {y.shape} where float32 {shape} belongs")
             out = answers(batch, [entry.want for _, entry, _, _, _ in steps], y) if self._last else [np.ascontiguousarray(y)]
         except Exception as error:
             log.exception("%s: a step failed", self.spec)
-            for i, _, session, _, _ in steps:
+            for i, _, session, *_ in steps:
                 self._break(frame, i, error, session)
             return []
-        for i, entry, session, _, captures in steps:
+        for i, entry, session, captures, _ in steps:
             session.commit(entry, captures)
             if frame.notes:
                 taps.collect(session, frame.notes.get(i, {}), tapped)
@@ -350,7 +350,3 @@ class StageWorker:
         if (entry.epoch, entry.seq, entry.base_len) == (self.epoch, session.seq, session.base(entry)):
             session.seq += 1
             session.fault = frame.fault(i)
-
-
-def _has_step(steps: Sequence[_Step], session: int) -> bool:
-    return any(step.session == session for _, step, _, _, _ in steps)

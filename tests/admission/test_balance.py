@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memra_pp.admission import CostModel, Device, SessionShape, balance, best_fence
+from memra_pp.admission import CostModel, Device, SessionShape, WorkTimes, balance, best_fence, fence_by_time
 from memra_pp.admission.balance import sessions_in
 from memra_pp.cache import KvPolicy
 from memra_pp.config import KvPlan, ModelConfig, RecurrentPlan, SharedKvPlan, WeightBytes, check_fence, stage_layers
@@ -163,3 +163,60 @@ def test_few_of_the_stages_that_could_be_are_looked_at(layers, stages, monkeypat
     fence = best_fence(cfg, POLICY, SessionShape(8192), devices, weights)
     assert len(looked) < layers * layers * stages // 3
     assert sorted(b - a for a, b in pairwise(fence))[0] < layers // stages
+
+
+def times_of(embed: int, layers: list[int], head: int) -> WorkTimes:
+    """Of nanoseconds."""
+    return WorkTimes(embed / 1e9, tuple(ns / 1e9 for ns in layers), head / 1e9)
+
+
+@st.composite
+def timed(draw):
+    """A model with few different times, so that many cuts are equals, and a number of stages."""
+    cfg = draw(models())
+    ns = st.sampled_from(draw(st.sampled_from([[0, 1, 2, 3], [5], [1, 1_000_000, 1_000_001, 2_000_000]])))
+    layers = draw(st.lists(ns, min_size=cfg.n_trunk, max_size=cfg.n_trunk))
+    ends = st.one_of(ns, st.integers(0, 10_000_000))
+    return cfg, draw(ends), layers, draw(ends), draw(st.integers(1, len(valid_cuts(cfg)) + 1))
+
+
+@settings(max_examples=500, deadline=None)
+@given(timed())
+def test_no_other_cut_is_faster_nor_as_fast_and_more_even(problem):
+    cfg, embed, layers, head, stages = problem
+    even = nearest_even_fence(cfg, stages)
+
+    def rank(fence):
+        took = [sum(layers[lo:hi]) for lo, hi in pairwise(fence)]
+        took[0] += embed
+        took[-1] += head
+        off = sum(abs(a - b) for a, b in zip(fence, even, strict=True))
+        return max(took), sum(ns * ns for ns in took), off, fence
+
+    assert fence_by_time(cfg, times_of(embed, layers, head), stages) == min(fences(cfg, stages), key=rank)
+
+
+@given(st.integers(1, 12), st.integers(0, 10**12), st.data())
+def test_equal_layers_are_cut_evenly(layers, ns, data):
+    cfg, stages = model([KV] * layers), data.draw(st.integers(1, layers))
+    assert fence_by_time(cfg, times_of(0, [ns] * layers, 0), stages) == nearest_even_fence(cfg, stages)
+
+
+def test_a_head_slower_than_all_layers_gets_its_stage_one_of_them():
+    times = times_of(1, [100] * 8, 5000)
+    assert fence_by_time(model([KV] * 8), times, 2) == (0, 7, 8)
+    assert fence_by_time(model([KV] * 8), times, 3) == (0, 3, 7, 8)  # the others as even as can be: 301 and 400
+    assert times.of_stages((0, 3, 7, 8)) == pytest.approx([301e-9, 400e-9, 5100e-9])
+
+
+def test_layers_that_share_rows_are_not_parted_by_time():
+    cfg = model([KV, KV, SharedKvPlan(1), SharedKvPlan(1), KV])
+    assert fence_by_time(cfg, times_of(0, [1, 1, 1, 1, 1], 0), 2) == (0, 1, 5)
+    assert fence_by_time(cfg, times_of(0, [1, 1, 1, 1, 9], 0), 2) == (0, 4, 5)
+    with pytest.raises(ConfigError, match="choose from 1 to 3"):
+        fence_by_time(cfg, times_of(0, [1] * 5, 0), 4)
+
+
+def test_times_of_another_model_are_refused():
+    with pytest.raises(ConfigError, match="times of 2 layers for a trunk of 3"):
+        fence_by_time(model([KV] * 4, n_mtp=1), times_of(0, [1, 1], 0), 1)

@@ -77,7 +77,7 @@ def assert_stands(session: memra_pp.Session, tokens: list[int], answers: Any = N
     with plain(session._pipe, tokens) as (other, rows):
         if answers is not None:
             np.testing.assert_array_equal(answers, rows[len(rows) - len(answers) :])
-        if session._books.owed is None:
+        if session._calls.books.owed is None:
             for mine, its in zip(on_stages(session), on_stages(other), strict=True):
                 assert_same(standing(mine.cache), standing(its.cache))
 
@@ -92,7 +92,7 @@ def assert_snapshot(session: memra_pp.Session, index: int, tokens: list[int]) ->
 
 def assert_books_agree(session: memra_pp.Session) -> None:
     """What the driver has written down of a session is what every stage has, but for what it has not told them yet."""
-    books = session._books
+    books = session._calls.books
     bases = {(ring.rows, ring.window): ring.base for ring in books.plan._rings}
     user = [(slot.index, slot.mark.pos, slot.mark.pin) for slot in books.slots if slot is not None]
     for stage in on_stages(session):

@@ -86,7 +86,7 @@ def test_threads_that_open_and_close_do_not_end_each_others_sessions(pipe: memra
 @pytest.mark.filterwarnings("error")
 def test_a_generation_that_is_collected_in_the_middle_of_a_step_waits_for_its_end(pipe: memra_pp.Pipeline) -> None:
     """The collector runs a generator's `finally` wherever it happens to be: here, while another session's frame travels."""
-    whole = pipe.chain._roundtrip
+    whole = pipe.chain._send
 
     def abandon() -> None:
         ring: list[Any] = [pipe.generate(PROMPT, max_new_tokens=9, sampling=GREEDY)]
@@ -105,11 +105,11 @@ def test_a_generation_that_is_collected_in_the_middle_of_a_step_waits_for_its_en
         try:
             abandon()
             collected: list[int] = []
-            pipe.chain._roundtrip = collecting  # type: ignore[method-assign]
+            pipe.chain._send = collecting  # type: ignore[method-assign]
             assert s.decode(9).shape == row.shape
         finally:
             gc.enable()
-            del pipe.chain._roundtrip  # type: ignore[attr-defined]
+            del pipe.chain._send  # type: ignore[attr-defined]
         assert collected[0] == 2 and pipe.stats()["sessions"] == 1
     assert pipe.stats()["sessions"] == 0
 

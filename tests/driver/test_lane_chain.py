@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 
 from memra_pp.admission import Device
+from memra_pp.admission.outcome import Outcome
 from memra_pp.cache import KvPolicy
 from memra_pp.config import KvPlan, ModelConfig
 from memra_pp.driver import heart, lane_chain
+from memra_pp.driver.batcher import Batcher
 from memra_pp.driver.lane_chain import LaneChain
+from memra_pp.driver.scheduler import Scheduler
 from memra_pp.errors import StageError
 from memra_pp.stage.frames import OPEN, OPS, PING, STEP, Entry
 from memra_pp.stage.lanes import Lane
@@ -37,6 +40,7 @@ import socket, sys, threading
 from types import SimpleNamespace
 from memra_pp.stage.lanes import Lane
 from memra_pp.stage.serve import serve_control, serve_frames
+from memra_pp.stage.spans import Spans
 stage, up, down, control = map(int, sys.argv[1:])
 
 def apply(frame):
@@ -49,7 +53,7 @@ def apply(frame):
         note["held"].append(stage)
     frame.hops += 1
 
-worker = SimpleNamespace(spec=f"stage {stage}", stats=lambda: {"stage": stage}, apply=apply)
+worker = SimpleNamespace(spec=f"stage {stage}", stats=lambda: {"stage": stage}, apply=apply, spans=Spans(3))
 up, down, control = (Lane(socket.socket(fileno=fd), "a neighbour") for fd in (up, down, control))
 stop = threading.Event()
 thread = threading.Thread(target=serve_control, args=(worker, control, stop))
@@ -84,13 +88,17 @@ class Stages:
         self.chain = LaneChain(
             SPECS, [Device(str(spec), 1) for spec in SPECS], range(STAGES), out, back, control, autopsy, self.on_close
         )
-        self.chain.roundtrip(Entry(PING, 0, 0, 1), [], WAIT_S)
+        self.scheduler = Scheduler(self.chain, Batcher(STAGES, 64, 1 << 20))
+        self.roundtrip(Entry(PING, 0, 0, 1), [], WAIT_S)
 
     def on_close(self):
         self.closed += 1
 
     def hold(self, stage, timeout=10 * WAIT_S):
-        return self.chain.roundtrip(Entry(HOLD, stage, 0, 1), [], timeout)
+        return self.roundtrip(Entry(HOLD, stage, 0, 1), [], timeout)
+
+    def roundtrip(self, entry, arrays, timeout, note=None):
+        return self.scheduler.roundtrip(entry, arrays, timeout, note)
 
     def holding(self, stage):
         assert self.processes[stage].stdout.readline() == b"holding\n"
@@ -100,6 +108,7 @@ class Stages:
         self.processes[stage].stdin.flush()
 
     def close(self):
+        self.scheduler.close()
         self.chain.close()
         self.chain.close()
         assert self.closed == 1 and self.chain.failed and not self.chain._heart._thread.is_alive()
@@ -128,21 +137,19 @@ def pool():
         yield made
 
 
-def echo(chain, n):
+def echo(stages, n):
     """A step of `n` rows; the numbers of the stages stand behind each row in the order in which they had it."""
-    entry = Entry(STEP, 1, n, 1, 0, n)
-    reply = chain.roundtrip(entry, [np.full(n, n, np.int32)], WAIT_S)
-    assert reply.entries == [entry] and reply.hops == STAGES and not reply.notes
-    assert len(reply.arrays) == 1 and (reply.arrays[0] == np.full(n, n * 1000 + 12)).all()
+    reply = stages.roundtrip(Entry(STEP, 1, n, 1, 0, n, n), [np.full(n, n, np.int32)], WAIT_S)
+    assert reply.fault is None and not reply.note and (reply.answers == np.full(n, n * 1000 + 12)).all()
     return reply
 
 
 def test_frames_pass_every_stage_and_answers_are_the_callers_own(stages):
-    replies = [echo(stages.chain, n) for n in range(1, 6)]
-    assert all((reply.arrays[0] == np.full(n, n * 1000 + 12)).all() for n, reply in enumerate(replies, start=1))
+    replies = [echo(stages, n) for n in range(1, 6)]
+    assert all((reply.answers == np.full(n, n * 1000 + 12)).all() for n, reply in enumerate(replies, start=1))
     for note in ({"args": {"ctx": 8}, "held": []}, {"held": []}):
-        reply = stages.chain.roundtrip(Entry(OPEN, 1, 0, 1), [], WAIT_S, note)
-        assert reply.notes == {0: note | {"held": [*range(STAGES)]}} and reply.hops == STAGES and not reply.arrays
+        reply = stages.roundtrip(Entry(OPEN, 1, 0, 1), [], WAIT_S, note)
+        assert reply.note == note | {"held": [*range(STAGES)]} and reply.answers is None
     assert stages.chain.stats() == [{"stage": s} for s in range(STAGES)] and not stages.chain.failed
 
 
@@ -154,7 +161,7 @@ def test_a_step_blocked_while_a_stage_dies_raises_an_error_that_names_it(stages,
     with pytest.raises(StageError, match=f"stage {victim} .*is gone"):
         blocked.result(WAIT_S)
     assert stages.chain.failed
-    for asked in (lambda: echo(stages.chain, 1), stages.chain.stats):
+    for asked in (lambda: echo(stages, 1), stages.chain.stats):
         with pytest.raises(StageError, match="stage"):
             asked()
 
@@ -163,14 +170,14 @@ def test_a_stage_stopped_in_a_step_is_named_by_its_silence(stages, pool, monkeyp
     monkeypatch.setattr(heart, "DEATH_S", 1.0)
     os.kill(stages.processes[1].pid, signal.SIGSTOP)
     with pytest.raises(StageError, match=r"stage 1 .*is gone: silent"):
-        echo(stages.chain, 1)
+        echo(stages, 1)
 
 
 def test_an_idle_chain_notices_a_death_by_itself(stages):
     stages.processes[2].kill()
     assert stages.chain._failed.wait(WAIT_S)
     with pytest.raises(StageError, match=r"stage 2 .*is gone"):
-        echo(stages.chain, 1)
+        echo(stages, 1)
 
 
 def test_the_autopsy_is_told_and_one_that_fails_hides_nothing(pool):
@@ -193,7 +200,7 @@ def test_an_answer_that_never_comes_is_an_error_at_the_timeout_and_fails_the_cha
     with pytest.raises(StageError, match="no answer from the pipeline within 0 s"):
         stages.hold(1, timeout=0.2)
     with pytest.raises(StageError, match="no answer"):
-        echo(stages.chain, 1)
+        echo(stages, 1)
 
 
 class Interrupted(Exception):
@@ -201,9 +208,9 @@ class Interrupted(Exception):
 
 
 def waits_for_an_answer():
-    """Whether the main thread has left the send of its step behind."""
+    """Whether the main thread waits to be told."""
     at = sys._current_frames()[threading.main_thread().ident]
-    while at is not None and at.f_code is not Lane.recv.__code__:
+    while at is not None and at.f_code is not Outcome.wait.__code__:
         at = at.f_back
     return at is not None
 
@@ -226,16 +233,17 @@ def test_the_late_answer_of_an_interrupted_step_is_skipped_by_the_next(stages, p
                 stages.hold(1)
             interrupting.result(WAIT_S)
             stages.let_go(1)
-            echo(stages.chain, 7)
+            echo(stages, 7)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
 
 def test_stages_end_when_the_chain_closes_and_nothing_can_be_asked_after(stages):
+    stages.scheduler.close()
     stages.chain.close()
     for process in stages.processes:
         process.wait(WAIT_S)
-    for asked in (lambda: echo(stages.chain, 1), stages.chain.stats):
+    for asked in (lambda: echo(stages, 1), stages.chain.stats):
         with pytest.raises(StageError):
             asked()
 
@@ -244,6 +252,6 @@ def test_closing_the_chain_ends_a_step_that_waits(stages, pool, monkeypatch):
     monkeypatch.setattr(lane_chain, "AUTOPSY_S", 0.0)
     blocked = pool.submit(stages.hold, 1)
     stages.holding(1)
-    stages.chain.close()
-    with pytest.raises(StageError):
+    stages.scheduler.close()
+    with pytest.raises(StageError, match="closed"):
         blocked.result(WAIT_S)

@@ -129,15 +129,15 @@ def test_an_open_waits_until_another_session_closes_and_the_first_to_come_is_the
 
 def hold_up(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch, op: int) -> tuple[threading.Event, threading.Event]:
     """Has entries of `op` wait before the stages: set once one has come there, and to be set for it to go on."""
-    reached, go, roundtrip = threading.Event(), threading.Event(), pipe.chain._roundtrip
+    reached, go, send = threading.Event(), threading.Event(), pipe.chain._send
 
-    def slowly(frame: Any, timeout: float) -> Any:
+    def slowly(frame: Any) -> None:
         if frame.entries[0].op == op:
             reached.set()
             assert go.wait(WAIT_S)
-        return roundtrip(frame, timeout)
+        send(frame)
 
-    monkeypatch.setattr(pipe.chain, "_roundtrip", slowly)
+    monkeypatch.setattr(pipe.chain, "_send", slowly)
     return reached, go
 
 
@@ -406,26 +406,26 @@ def test_a_task_that_waits_is_told_when_a_stage_is_lost(room_for, monkeypatch):
 def test_whatever_cuts_an_open_or_a_close_short_is_made_good_by_the_next(room_for, monkeypatch, op, after, error):
     pipe = room_for(2)
     kept, going = opened(pipe), opened(pipe)
-    roundtrip, armed = pipe.chain._roundtrip, [True]
+    roundtrip, armed = pipe.scheduler.roundtrip, [True]
 
-    def cut(frame: Any, timeout: float) -> Any:
-        strike = armed and frame.entries[0].op == op
+    def cut(entry: Any, *sent: Any) -> Any:
+        strike = armed and entry.op == op
         if strike and not after:
             armed.clear()
             raise error
-        reply = roundtrip(frame, timeout)
+        reply = roundtrip(entry, *sent)
         if strike:
             armed.clear()
             raise error
         return reply
 
     if op == CLOSE:
-        monkeypatch.setattr(pipe.chain, "_roundtrip", cut)
+        monkeypatch.setattr(pipe.scheduler, "roundtrip", cut)
         with pytest.raises(error):
             going.close()
     else:
         going.close()
-        monkeypatch.setattr(pipe.chain, "_roundtrip", cut)
+        monkeypatch.setattr(pipe.scheduler, "roundtrip", cut)
         with pytest.raises(error):
             opened(pipe)
     opened(pipe).close()
@@ -489,7 +489,10 @@ def test_stages_may_share_a_device(hybrid, charges, monkeypatch):
         {"tenant_share": 1.5},
         {"tenant_share": "half"},
         {"default_max_new_tokens": 0},
-        {"balance": "time"},
+        {"balance": "time:verify"},
+        {"balance": "time", "stages": None, "cuts": [4]},
+        {"balance": "time", "stages": None},
+        {"balance": "time", "stages": 99},
         {"balance": "bytes", "stages": None, "cuts": [4]},
         {"balance": "bytes", "stages": 99},
     ],
@@ -552,10 +555,11 @@ def test_a_cut_by_bytes_holds_the_most_sessions_that_any_cut_can(hybrid, stages,
 
 
 def test_a_cut_by_bytes_weighs_what_the_stages_will_hold(gemma, tiny):
-    """Gemma-3-270M's head alone is more than all its layers, and with little beside it the last stage has few of them."""
+    """Gemma-3-270M's output matrix stays in the q8_0 of its file, and its layers are f32."""
     cfg = ModelConfig.from_path(gemma)
     weights = cut._weights(cfg, gemma, Gemma3)
-    assert weights.head == 4 * (cfg.n_vocab + 1) * cfg.n_embd and weights.embedding == 0
+    assert weights.head_matrix == cfg.n_vocab * cfg.n_embd // 32 * 34
+    assert weights.head == weights.head_matrix + 4 * cfg.n_embd and weights.embedding == 0
     assert sum(weights.layers) == 4 * (268_098_176 - (cfg.n_vocab + 1) * cfg.n_embd)
     with memra_pp.launch(tiny, backend="local", stages=3, balance="bytes", max_ctx=256) as pipe:
         assert len(pipe.fence) == 4 and list(pipe.generate([1, 2], max_new_tokens=3))

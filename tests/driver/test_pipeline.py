@@ -225,20 +225,19 @@ def test_numpy_integers_are_integers_and_nothing_else_is(pipe: memra_pp.Pipeline
 
 
 class Interrupts:
-    """Raises KeyboardInterrupt after the n-th frame came back, as Ctrl-C may."""
+    """Raises KeyboardInterrupt once an entry has come back, as Ctrl-C may."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pipe: memra_pp.Pipeline) -> None:
         self.armed = False
-        whole = pipe.chain._roundtrip
+        whole = pipe.scheduler.wait
 
-        def roundtrip(frame: Any, timeout: float) -> Any:
-            reply = whole(frame, timeout)
+        def wait(outcome: Any) -> None:
+            whole(outcome)
             if self.armed:
                 self.armed = False
                 raise KeyboardInterrupt
-            return reply
 
-        monkeypatch.setattr(pipe.chain, "_roundtrip", roundtrip)
+        monkeypatch.setattr(pipe.scheduler, "wait", wait)
 
 
 def test_an_interrupted_open_or_close_is_finished_by_the_next(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,14 +278,14 @@ def test_a_session_in_another_threads_call_is_busy(pipe: memra_pp.Pipeline, monk
     inside, go_on = threading.Event(), threading.Event()
     with pipe.open([1, 2], max_new_tokens=4) as session:
         session.prefill()
-        whole = pipe.chain._roundtrip
+        whole = pipe.chain._send
 
-        def roundtrip(frame: Any, timeout: float) -> Any:
+        def send(frame: Any) -> None:
             inside.set()
             assert go_on.wait(20)
-            return whole(frame, timeout)
+            whole(frame)
 
-        monkeypatch.setattr(pipe.chain, "_roundtrip", roundtrip)
+        monkeypatch.setattr(pipe.chain, "_send", send)
         other = threading.Thread(target=session.decode, args=(3,))
         other.start()
         assert inside.wait(20)

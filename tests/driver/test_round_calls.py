@@ -45,13 +45,13 @@ def text(pipe: memra_pp.Pipeline) -> list[int]:
 def sent(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> list[Entry]:
     """The steps that crossed the stages."""
     entries: list[Entry] = []
-    whole = pipe.chain._roundtrip
+    whole = pipe.chain._send
 
-    def roundtrip(frame: Frame, timeout: float) -> Frame:
+    def send(frame: Frame) -> None:
         entries.extend(entry for entry in frame.entries if entry.op == STEP)
-        return whole(frame, timeout)
+        whole(frame)
 
-    monkeypatch.setattr(pipe.chain, "_roundtrip", roundtrip)
+    monkeypatch.setattr(pipe.chain, "_send", send)
     return entries
 
 

@@ -153,6 +153,25 @@ def test_gguf_types(tmp_path, kind, monkeypatch):
     assert w.bytes_read == stored.nbytes * 42 // 40
 
 
+def test_q8_0_blocks_are_the_bytes_of_the_file(tmp_path):
+    stored = {"token_embd.weight": (BIG, Q.Q8_0), "output.weight": (BIG, Q.Q5_1)}
+    w = open_weights(write_gguf(tmp_path / "m.gguf", "gemma3", stored))
+    want = gguf.quants.quantize(BIG, Q.Q8_0)
+    np.testing.assert_array_equal(w.q8_0(EMBED), want.view(np.uint8))
+    assert w.bytes_read == want.nbytes
+    assert w.q8_0(HEAD) is None and w.bytes_read == want.nbytes
+    assert (w.stored_as(EMBED), w.stored_as(HEAD)) == ("Q8_0", "Q5_1")
+    with pytest.raises(ConfigError, match=r"m.gguf: holds no tensor model.norm.weight"):
+        w.q8_0("model.norm.weight")
+
+
+def test_safetensors_hold_no_q8_0(tmp_path):
+    w = checkpoint(tmp_path, {EMBED: ("F32", X.shape, X.tobytes())})
+    assert w.q8_0(EMBED) is None and w.stored_as(EMBED) == "F32"
+    with pytest.raises(ConfigError, match=f"holds no tensor {HEAD}"):
+        w.q8_0(HEAD)
+
+
 def test_gguf_k_quants_are_those_of_the_gguf_package(tmp_path):
     for kind in (Q.Q4_K, Q.Q6_K, Q.IQ4_XS):
         nbytes = gguf.GGML_QUANT_SIZES[kind][1]

@@ -81,12 +81,12 @@ def raw(entries=(), records=(), notes=b"\x80", body=b"", *, counts=None, head=No
     rest += b"".join([struct.pack("<3q", *r) for r in records]) + notes
     rest += bytes(-(PREFIX.size + len(rest)) % ALIGN)
     head = PREFIX.size + len(rest) if head is None else head
-    return PREFIX.pack(kind, head, 0, len(body) if announced is None else announced, 1) + rest + body
+    return PREFIX.pack(kind, head, 0, 0, len(body) if announced is None else announced, 1) + rest + body
 
 
 def raw_plain(entry=(0,) * FIELDS_OF_ENTRY, record=(0, 0, 0), body=b"", *, head=HEAD, announced=None):
     """A plain frame of any fields."""
-    prefix = PREFIX.pack(PLAIN, head, 0, len(body) if announced is None else announced, 1)
+    prefix = PREFIX.pack(PLAIN, head, 0, 0, len(body) if announced is None else announced, 1)
     return (prefix + struct.pack(f"<{FIELDS_OF_ENTRY}q", *entry) + struct.pack("<3q", *record)).ljust(HEAD, b"\0") + body
 
 
@@ -261,11 +261,11 @@ def test_a_frame_past_a_bound_is_not_sent(bound, entries, monkeypatch):
 
 
 BAD_PREFIXES = [
-    PREFIX.pack(GENERAL ^ 1, HEAD, 0, 0, 1),
-    PREFIX.pack(PLAIN ^ 2, HEAD, 0, 0, 1),
-    *(PREFIX.pack(kind, head, 0, 0, 1) for kind in (GENERAL, PLAIN) for head in (MAX_HEAD_BYTES + 1, 2**32 - 1)),
-    *(PREFIX.pack(k, HEAD, 0, body, 1) for k in (GENERAL, PLAIN) for body in (MAX_BODY_BYTES + 1, 2**63 - 1, -1, -(2**63))),
-    *(PREFIX.pack(PLAIN, head, 0, MAX_BODY_BYTES, 1) for head in (0, 64, HEAD - 1, HEAD + 1, 256, MAX_HEAD_BYTES)),
+    PREFIX.pack(GENERAL ^ 1, HEAD, 0, 0, 0, 1),
+    PREFIX.pack(PLAIN ^ 2, HEAD, 0, 0, 0, 1),
+    *(PREFIX.pack(kind, head, 0, 0, 0, 1) for kind in (GENERAL, PLAIN) for head in (MAX_HEAD_BYTES + 1, 2**32 - 1)),
+    *(PREFIX.pack(k, HEAD, 0, 0, body, 1) for k in (GENERAL, PLAIN) for body in (MAX_BODY_BYTES + 1, 2**63 - 1, -1, -(2**63))),
+    *(PREFIX.pack(PLAIN, head, 0, 0, MAX_BODY_BYTES, 1) for head in (0, 64, HEAD - 1, HEAD + 1, 256, MAX_HEAD_BYTES)),
     b"GET / HTTP/1.1\r\n".ljust(PREFIX.size, b"\0"),
     bytes(PREFIX.size),
 ]
@@ -279,7 +279,7 @@ def test_a_prefix_past_the_bounds_is_refused_unread(prefix):
 
 @pytest.mark.parametrize("kind, head", [(GENERAL, MAX_HEAD_BYTES), (PLAIN, HEAD)])
 def test_the_bounds_themselves_are_allowed(kind, head):
-    assert received(PREFIX.pack(kind, head, 0, MAX_BODY_BYTES, 1)) == (None, head + MAX_BODY_BYTES)
+    assert received(PREFIX.pack(kind, head, 0, 0, MAX_BODY_BYTES, 1)) == (None, head + MAX_BODY_BYTES)
 
 
 @pytest.mark.parametrize("wrong", [-1, -2, -(2**63)])
@@ -437,7 +437,7 @@ def survives(data):
 def test_random_bytes_do_no_harm(junk):
     survives(junk)
     for kind, head in ((PLAIN, HEAD), (GENERAL, HEAD), (GENERAL, 256)):
-        survives(PREFIX.pack(kind, head, 0, max(0, (PREFIX.size + len(junk)) // ALIGN * ALIGN - head), 1) + junk)
+        survives(PREFIX.pack(kind, head, 0, 0, max(0, (PREFIX.size + len(junk)) // ALIGN * ALIGN - head), 1) + junk)
     survives(raw([ONES], notes=junk))
     survives(raw([ONES], [(0, 16, 0)], notes=b"\x81\x00" + junk, body=bytes(64)))
 
@@ -499,8 +499,8 @@ def test_of_a_frame_cut_anywhere_more_is_needed_and_no_more_than_there_is(frame)
 def test_another_length_of_the_head_is_refused(frame):
     """Whether the body still ends where it did or moves with the head."""
     data = encoded(frame)
-    kind, head, hops, body, frame_id = PREFIX.unpack(data[: PREFIX.size])
+    kind, head, hops, slowest, body, frame_id = PREFIX.unpack(data[: PREFIX.size])
     for wrong in {*range(head + body + 200)} - {head}:
         for announced in (body, head + body - wrong):
             with pytest.raises(LaneError):
-                decoded(PREFIX.pack(kind, wrong, hops, announced, frame_id) + data[PREFIX.size :] + bytes(400))
+                decoded(PREFIX.pack(kind, wrong, hops, slowest, announced, frame_id) + data[PREFIX.size :] + bytes(400))

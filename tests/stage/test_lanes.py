@@ -362,7 +362,7 @@ def test_a_frame_without_elements_passes_a_socket_that_takes_it_in_parts(pair, p
     class Slow:
         """A socket whose first call takes a few bytes only."""
 
-        def sendmsg(self, buffers):
+        def sendmsg(self, buffers, ancillary, flags):
             taken.append(b._sock.send(b"".join([memoryview(part).tobytes() for part in buffers])[:7]))
             return taken[-1]
 
@@ -419,14 +419,14 @@ def test_the_end_is_an_error_for_both_calls_and_comes_after_what_was_sent(pair):
 @pytest.mark.parametrize(
     "prefix",
     [
-        PREFIX.pack(GENERAL ^ 1, 64, 0, 0, 1),
-        PREFIX.pack(GENERAL, MAX_HEAD_BYTES + 1, 0, 0, 1),
-        PREFIX.pack(GENERAL, 64, 0, MAX_BODY_BYTES + 1, 1),
-        PREFIX.pack(GENERAL, 2**32 - 1, 0, 2**63 - 1, 1),
-        PREFIX.pack(GENERAL, 64, 0, -64, 1),
-        PREFIX.pack(PLAIN, 192, 0, MAX_BODY_BYTES + 1, 1),
-        PREFIX.pack(PLAIN, 256, 0, MAX_BODY_BYTES, 1),
-        PREFIX.pack(PLAIN, MAX_HEAD_BYTES, 0, 0, 1),
+        PREFIX.pack(GENERAL ^ 1, 64, 0, 0, 0, 1),
+        PREFIX.pack(GENERAL, MAX_HEAD_BYTES + 1, 0, 0, 0, 1),
+        PREFIX.pack(GENERAL, 64, 0, 0, MAX_BODY_BYTES + 1, 1),
+        PREFIX.pack(GENERAL, 2**32 - 1, 0, 0, 2**63 - 1, 1),
+        PREFIX.pack(GENERAL, 64, 0, 0, -64, 1),
+        PREFIX.pack(PLAIN, 192, 0, 0, MAX_BODY_BYTES + 1, 1),
+        PREFIX.pack(PLAIN, 256, 0, 0, MAX_BODY_BYTES, 1),
+        PREFIX.pack(PLAIN, MAX_HEAD_BYTES, 0, 0, 0, 1),
         b"\x80\x04\x95".ljust(PREFIX.size, b"\0"),
     ],
 )
@@ -442,7 +442,7 @@ def test_what_is_no_frame_is_an_error_before_anything_is_allocated_for_it(pair, 
 @pytest.mark.parametrize("kind, head", [(GENERAL, 0), (GENERAL, 32), (GENERAL, 64), (GENERAL, 192), (PLAIN, 192)])
 def test_a_malformed_head_is_an_error_again_and_again(pair, kind, head):
     a, b = pair
-    b._sock.sendall(PREFIX.pack(kind, head, 0, 192 - head, 1) + b"\xff" * 160 + packet(rows(1)))
+    b._sock.sendall(PREFIX.pack(kind, head, 0, 0, 192 - head, 1) + b"\xff" * 160 + packet(rows(1)))
     for _ in range(3):
         with pytest.raises(LaneError, match="malformed"):
             a.recv(WAIT_S)
@@ -532,9 +532,8 @@ def test_wherever_a_handler_raises_in_a_receive_the_next_one_goes_on(pair, pool,
         sending.result(WAIT_S)
         sending = pool.submit(b._sock.sendall, rest)
         got, interrupted = after_call(number, lambda: a.recv(WAIT_S))
-        for option, kept in ((socket.SO_RCVTIMEO, a._recv_timeout), (socket.SO_SNDTIMEO, a._send_timeout)):
-            set_in_kernel = a._sock.getsockopt(socket.SOL_SOCKET, option, 16)
-            assert set_in_kernel == (bytes(16) if math.isnan(kept) else lanes._timeval(kept))
+        kept, set_in_kernel = a._recv_timeout, a._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16)
+        assert set_in_kernel == (bytes(16) if math.isnan(kept) else lanes._timeval(kept))
         assert same(got or a.recv(WAIT_S), second)
         sending.result(WAIT_S)
         if not interrupted:

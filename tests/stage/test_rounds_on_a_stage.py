@@ -7,6 +7,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Tape:
         self.frames: list[list[Frame]] = []
         workers = pipe.chain._workers
 
-        def roundtrip(sent: Frame, timeout: float) -> Frame:
+        def send(sent: Frame) -> None:
             self.frames.append([])
             for i, w in enumerate(workers):
                 if around is not None:
@@ -66,9 +67,9 @@ class Tape:
                 w.apply(sent)
                 if around is not None:
                     around(i, w, sent, False)
-            return sent
+            pipe.chain._back.append(sent)
 
-        pipe.chain._roundtrip = roundtrip
+        pipe.chain._send = send
 
 
 def play(pipe: memra_pp.Pipeline, mode: Any) -> list[np.ndarray]:
@@ -232,10 +233,11 @@ def test_a_late_reset_is_refused(pipe: memra_pp.Pipeline) -> None:
     tape = Tape(pipe)
     with pipe.open(IDS[:12], max_new_tokens=40) as s:
         s.prefill()
-        s._steps._reset()
+        books = s._calls.books
+        pipe.run(s._calls._steps._reset(SimpleNamespace(stood=books.plan.pos, held=tuple(books.slots))))
         reset = tape.frames[-1]
         assert reset[0].entries[0].op == RESET
-        row, newest = s.decode(IDS[12]), next(pipe.chain._ids)
+        row, newest = s.decode(IDS[12]), next(pipe.scheduler._ids)
         for i, w in enumerate(pipe.chain._workers):  # type: ignore[attr-defined]
             held = image(w.sessions[s.id]), numbers(w, s.id)
             for number, says in ((reset[i].id, "late or a repeat"), (newest, "further on")):

@@ -1,0 +1,140 @@
+"""`generate_many`: many generations driven from one thread. Whenever some have been answered, all of those go on first, so that
+their next rows wait for the stages together; then their tokens are given out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..admission.outcome import Outcome
+from ..errors import AdmissionError, StageError
+from .calls import Generation
+from .drafters import Draft
+from .sampling import SamplingParams
+from .session import Session
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+
+ADMIT_S = 5.0
+"""How long an open waits at a time for bytes; then it looks whether it is still wanted."""
+
+log = logging.getLogger(__name__)
+
+
+class Ask(NamedTuple):
+    """How each prompt is to be continued."""
+
+    most: int
+    sampling: SamplingParams | None
+    draft: Draft | None
+
+    def options(self) -> dict[str, Any]:
+        """What `Pipeline.open` is told."""
+        drafts = {} if self.draft is None else {"speculate": self.draft.k, "recurrent": self.draft.recurrent}
+        return {"max_new_tokens": self.most, **drafts}
+
+
+class Many:
+    """Generations under way, at most `concurrency`, and the prompts still to come.
+
+    Two threads of its own open and close sessions, one opening at a time, so that neither keeps the others waiting.
+    """
+
+    def __init__(self, pipe: Pipeline, prompts: Iterable[Iterable[int]], ask: Ask, concurrency: int) -> None:
+        self._pipe, self._ask, self._concurrency = pipe, ask, concurrency
+        self._prompts = enumerate(prompts)
+        self._more = True
+        self._opening: Future[Session] | None = None
+        self._going: dict[int, tuple[Session, Generation]] = {}
+        self._awaited: dict[int, Outcome[Any]] = {}
+        self._news: SimpleQueue[int] = SimpleQueue()
+        self._ushers = ThreadPoolExecutor(2, "memra-usher")
+        self._stopped = False
+
+    def run(self) -> Generator[tuple[int, int], None, None]:
+        """The tokens as they come, each with the index of its prompt."""
+        tokens: deque[tuple[int, int]] = deque()
+        try:
+            self._open_next()
+            while self._going or self._opening is not None:
+                told = {self._news.get()}
+                while not self._news.empty():
+                    told.add(self._news.get())
+                for index in sorted(told):
+                    self._go_on(index, tokens)
+                while tokens:
+                    yield tokens.popleft()
+        finally:
+            self._end()
+
+    def _open_next(self) -> None:
+        """Opens the next prompt's session, unless one is being opened, or enough are."""
+        if self._opening is None and self._more and len(self._going) < self._concurrency:
+            index, prompt = next(self._prompts, (-1, ()))
+            self._more = index >= 0
+            if self._more:
+                self._opening = self._ushers.submit(self._open, prompt)
+                self._opening.add_done_callback(lambda _: self._news.put(index))
+
+    def _open(self, prompt: Iterable[int]) -> Session:
+        prompt = list(prompt)
+        while True:
+            try:
+                return self._pipe.open(prompt, timeout=ADMIT_S, **self._ask.options())
+            except AdmissionError as error:
+                if self._stopped or error.verdict is None or error.verdict.retry_after_s is None:
+                    raise
+
+    def _go_on(self, index: int, tokens: deque[tuple[int, int]]) -> None:
+        if index not in self._going and not self._begin(index):
+            return
+        session, generation = self._going[index]
+        awaited = self._awaited.pop(index, None)
+        if awaited is not None and not awaited.done():
+            self._awaited[index] = awaited
+            return
+        for item in generation:
+            if isinstance(item, int):
+                tokens.append((index, item))
+                continue
+            item.on_told = partial(self._news.put, index)
+            if not item.done():
+                self._awaited[index] = item
+                return
+        del self._going[index]
+        self._ushers.submit(self._close, session)
+        self._open_next()
+
+    def _begin(self, index: int) -> bool:
+        """Takes over a session that was opened; whether there is one."""
+        if self._opening is None or not self._opening.done():
+            return False
+        opened, self._opening = self._opening, None
+        session = opened.result()
+        self._going[index] = session, session.calls.generate(*self._ask)
+        self._open_next()
+        return True
+
+    def _close(self, session: Session) -> None:
+        try:
+            session.close()
+        except StageError as error:
+            log.warning("a session's close goes on later: %s", error)
+
+    def _end(self) -> None:
+        """Closes what is open, and waits until it is."""
+        self._stopped = True
+        for session, generation in self._going.values():
+            generation.close()
+            self._ushers.submit(self._close, session)
+        if self._opening is not None:
+            with contextlib.suppress(Exception):
+                self._ushers.submit(self._close, self._opening.result())
+        self._ushers.shutdown(wait=True)

@@ -1,0 +1,167 @@
+"""`Scheduler`: the one thread that owns the way through the stages. It forms micro-batches, sends them, and hands out what
+comes back."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..admission.outcome import Outcome
+from ..errors import FrameError, InputError, StageError
+from ..models.protocol import Array
+from ..stage.frames import Entry, Frame, Note
+from .batcher import Batcher
+from .chain import Chain
+from .work import Reply, Work, replies
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 5.0
+"""How often a scheduler, or one that waits for it, looks around though nothing happens."""
+CLOSE_S = 60.0
+"""How long a close waits for a frame that is computed in this process."""
+
+
+class _Flight(NamedTuple):
+    works: list[Work]
+    timeout: float
+    deadline: float
+
+
+class Scheduler:
+    """Takes entries from any thread, and tells each what came back.
+
+    Once the chain has failed, or the scheduler was closed, every entry is told so.
+    """
+
+    def __init__(self, chain: Chain, batcher: Batcher) -> None:
+        self._chain, self._batcher = chain, batcher
+        self._inbox: deque[Work] = deque()
+        self._flying: dict[int, _Flight] = {}
+        self._ids = itertools.count(1)
+        self._stopping = False
+        self._ended: str | None = None
+        self._thread = threading.Thread(target=self._run, name="memra-scheduler", daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Work) -> None:
+        """Has an entry sent when its turn comes. It never blocks, nor takes a lock: a finalizer may call it."""
+        self._inbox.append(work)
+        if self._ended is None:
+            self._chain.wake()
+        if self._ended is not None:
+            work.fail(StageError(self._ended))
+
+    def roundtrip(self, entry: Entry, arrays: list[Array], timeout: float, note: Note | None = None) -> Reply:
+        """Sends an entry and waits for what comes back.
+
+        Raises:
+            StageError: a stage died or did not answer within `timeout` seconds; the message names it.
+        """
+        work = Work(entry, arrays, timeout, note)
+        self.submit(work)
+        self.wait(work)
+        return work.result()
+
+    def wait(self, outcome: Outcome[Any]) -> None:
+        """Waits until a submitted entry was told: at the latest when a frame before it, or its own, is overdue."""
+        while not outcome.wait(IDLE_S):
+            if not self._thread.is_alive():
+                outcome.fail(StageError(self._ended or "the scheduler has ended: launch the pipeline again"))
+
+    @property
+    def mine(self) -> bool:
+        """Whether the calling thread is the scheduler's own, which must not wait: in a finalizer that happened to run there."""
+        return threading.current_thread() is self._thread
+
+    def piece_rows(self, left: int) -> int:
+        """How many rows the next piece of a prefill should have, of which `left` rows are left."""
+        return self._batcher.piece_rows(left)
+
+    def stop(self) -> None:
+        """Has the thread end, and every entry be told so, without waiting for it."""
+        self._stopping = True
+        self._chain.wake()
+
+    def close(self) -> None:
+        """Stops the thread and waits for its end."""
+        self.stop()
+        if not self.mine:
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        ended = "this pipeline is closed: launch it again"
+        try:
+            while not self._stopping:
+                self._turn()
+        except StageError as error:
+            ended = str(error)
+        except Exception as error:
+            log.exception("the scheduler failed")
+            ended = f"the scheduler failed ({type(error).__name__}: {error}): launch the pipeline again"
+        self._ended = ended
+        waiting = [work for flight in self._flying.values() for work in flight.works] + self._batcher.clear()
+        while self._inbox:
+            waiting.append(self._inbox.popleft())
+        for work in waiting:
+            work.fail(StageError(ended))
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        while self._inbox:
+            self._batcher.add(self._inbox.popleft(), now)
+        while batch := self._batcher.take(now):
+            self._send(batch)
+        frame = self._chain.recv(self._patience(now))
+        if frame is not None:
+            self._hand_out(frame)
+        else:
+            self._require_punctual()
+
+    def _send(self, works: list[Work]) -> None:
+        arrays = works[0].arrays if len(works) == 1 else _joined(works)
+        notes = {i: work.note for i, work in enumerate(works) if work.note is not None}
+        frame = Frame(next(self._ids), [work.entry for work in works], arrays, notes)
+        timeout = min(work.timeout for work in works)
+        self._flying[frame.id] = _Flight(works, timeout, time.monotonic() + timeout)
+        try:
+            self._chain.send(frame)
+        except FrameError as error:
+            del self._flying[frame.id]
+            self._batcher.back(works, 0.0, time.monotonic())
+            for work in works:
+                work.fail(InputError(f"this step cannot be sent: {error}"))
+
+    def _hand_out(self, frame: Frame) -> None:
+        flight = self._flying.pop(frame.id, None)
+        if flight is None:
+            raise StageError(f"frame {frame.id} came back and was not on its way: launch the pipeline again")
+        if frame.hops != self._chain.stages:
+            raise StageError(f"{frame.hops} of {self._chain.stages} stages applied frame {frame.id}: launch the pipeline again")
+        self._batcher.back(flight.works, frame.slowest / 1e6, time.monotonic())
+        for work, reply in zip(flight.works, replies(frame), strict=True):
+            work.tell(reply)
+
+    def _patience(self, now: float) -> float:
+        """How long to wait for a frame before something else is due."""
+        due = [IDLE_S, *(flight.deadline - now for flight in self._flying.values())]
+        held = self._batcher.held_s(now)
+        return max(0.0, min(due if held is None else [held, *due]))
+
+    def _require_punctual(self) -> None:
+        now = time.monotonic()
+        for flight in self._flying.values():
+            if flight.deadline <= now:
+                raise self._chain.fail(StageError(f"no answer from the pipeline within {flight.timeout:.0f} s: a stage hangs"))
+
+
+def _joined(works: list[Work]) -> list[Array]:
+    """The rows of all entries, one after another."""
+    arrays = [array for work in works for array in work.arrays]
+    return [np.concatenate(arrays)] if arrays else []

@@ -1,0 +1,190 @@
+"""The compiled body of `matmul`: tiles of rows by outputs over panels of weights, f32 or q8_0.
+
+A panel is 64 outputs, along K: f32 `[depth, 64]`, or i8 `[depth, 64]` with f16 scales `[depth / 32, 64]`. A weight of the
+latter is `d * q`, exact in f32 (11 bits times 8), so both give the same bits. Each kernel is compiled for either: scales are
+None for f32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from ._arrays import F32Array
+from ._ir import F16, I8, pointer
+from ._jit import Lanes, intrinsic, kernel
+from .simd import Vector, fma, load, load_spread, splat, store
+
+PANEL = 64
+"""Outputs a panel: one step along K reads 256 contiguous bytes of f32 weights."""
+CHAIN = 32
+"""Products summed in one chain before it is added to the output: a block of q8_0, so that a chain has one scale."""
+FEW = 8
+"""Most rows that q8_0 weights are unpacked for as they are used, by each tile anew; for more, a panel is unpacked once, into
+f32 that stays in the cache."""
+
+WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+TWO, FOUR, SIX = (64, 64, 64) if WIDE else (32, 16, 16)
+"""Outputs of a tile of so many rows, a panel's for one row. Six rows of accumulators fill the registers (24 of 32 with
+AVX-512, 12 of 16 with AVX2); of fewer rows, as many outputs as keep two fused multiply-add units busy."""
+
+
+@kernel
+def multiply(
+    x: F32Array, rows: int, n_in: int, panels: Any, scales: Any, depth: int, out: F32Array, n_out: int, lo: int, hi: int
+) -> None:
+    """Outputs of panels `[lo, hi)` for every row; a panel stays in the cache while the rows pass."""
+    if scales is not None and rows > FEW:
+        unpacked = np.empty(depth * PANEL + 16, np.float32)
+        aligned = -unpacked.ctypes.data // 4 % 16
+        for index in range(lo, hi):
+            _unpack(panels, scales, index * depth * PANEL, depth, unpacked, aligned)
+            _panel(x, rows, n_in, unpacked, None, aligned, out, n_out, index)
+        return
+    for index in range(lo, hi):
+        _panel(x, rows, n_in, panels, scales, index * depth * PANEL, out, n_out, index)
+
+
+@kernel
+def _unpack(panels: Any, scales: Any, at: int, depth: int, out: F32Array, to: int) -> None:
+    """The f32 `[depth, 64]` of the q8_0 panel at `at`, to element `to` of `out` on."""
+    for lane in range(0, PANEL, TWO):
+        for start in range(0, depth, CHAIN):
+            scale = _load_scales(scales, (at + start * PANEL) // CHAIN + lane, TWO)
+            for k in range(start, start + CHAIN):
+                store(out, to + k * PANEL + lane, _load_weights(panels, at + k * PANEL + lane, scale, TWO))
+
+
+@kernel
+def _panel(x: F32Array, rows: int, n_in: int, panels: Any, scales: Any, at: int, out: F32Array, n_out: int, index: int) -> None:
+    """Outputs of the panel at `at`, the `index`-th; one that ends past the last output goes through rows of its own."""
+    first = index * PANEL
+    width = min(PANEL, n_out - first)
+    target, to, stride = (out, first, n_out) if width == PANEL else (np.empty(rows * PANEL, np.float32), 0, PANEL)
+    row = 0
+    while row < rows:
+        left, x_at, start = rows - row, row * n_in, to + row * stride
+        if left >= 6 and left != 8:  # 8 rows go as 4 and 4, which leaves more registers to unpack q8_0 in.
+            for lane in range(0, PANEL, SIX):
+                _six_rows(x, x_at, n_in, panels, scales, at, lane, target, start + lane, stride)
+            row += 6
+        elif left >= 4:
+            for lane in range(0, PANEL, FOUR):
+                _four_rows(x, x_at, n_in, panels, scales, at, lane, target, start + lane, stride)
+            row += 4
+        elif left >= 2:
+            for lane in range(0, PANEL, TWO):
+                _two_rows(x, x_at, n_in, panels, scales, at, lane, target, start + lane, stride)
+            row += 2
+        else:
+            _one_row(x, x_at, n_in, panels, scales, at, target, start)
+            row += 1
+    if width < PANEL:
+        for row in range(rows):
+            for lane in range(width):
+                out[row * n_out + first + lane] = target[row * PANEL + lane]
+
+
+@kernel
+def _one_row(x: F32Array, x_at: int, depth: int, panels: Any, scales: Any, at: int, out: F32Array, to: int) -> None:
+    for start in range(0, depth, CHAIN):
+        total = splat(np.float32(0), PANEL)
+        scale = _load_scales(scales, (at + start * PANEL) // CHAIN, PANEL)
+        for k in range(start, min(start + CHAIN, depth)):
+            total = fma(load_spread(x, x_at + k, PANEL), _load_weights(panels, at + k * PANEL, scale, PANEL), total)
+        _add(out, to, total, start, PANEL)
+
+
+@kernel
+def _two_rows(
+    x: F32Array, x_at: int, depth: int, panels: Any, scales: Any, at: int, lane: int, out: F32Array, to: int, stride: int
+) -> None:
+    for start in range(0, depth, CHAIN):
+        row0 = row1 = splat(np.float32(0), TWO)
+        scale = _load_scales(scales, (at + start * PANEL) // CHAIN + lane, TWO)
+        for k in range(start, min(start + CHAIN, depth)):
+            weights = _load_weights(panels, at + k * PANEL + lane, scale, TWO)
+            row0 = fma(load_spread(x, x_at + k, TWO), weights, row0)
+            row1 = fma(load_spread(x, x_at + depth + k, TWO), weights, row1)
+        _add(out, to, row0, start, TWO)
+        _add(out, to + stride, row1, start, TWO)
+
+
+@kernel
+def _four_rows(
+    x: F32Array, x_at: int, depth: int, panels: Any, scales: Any, at: int, lane: int, out: F32Array, to: int, stride: int
+) -> None:
+    for start in range(0, depth, CHAIN):
+        row0 = row1 = row2 = row3 = splat(np.float32(0), FOUR)
+        scale = _load_scales(scales, (at + start * PANEL) // CHAIN + lane, FOUR)
+        for k in range(start, min(start + CHAIN, depth)):
+            weights, at_k = _load_weights(panels, at + k * PANEL + lane, scale, FOUR), x_at + k
+            row0 = fma(load_spread(x, at_k, FOUR), weights, row0)
+            row1 = fma(load_spread(x, at_k + depth, FOUR), weights, row1)
+            row2 = fma(load_spread(x, at_k + 2 * depth, FOUR), weights, row2)
+            row3 = fma(load_spread(x, at_k + 3 * depth, FOUR), weights, row3)
+        _add(out, to, row0, start, FOUR)
+        _add(out, to + stride, row1, start, FOUR)
+        _add(out, to + 2 * stride, row2, start, FOUR)
+        _add(out, to + 3 * stride, row3, start, FOUR)
+
+
+@kernel
+def _six_rows(
+    x: F32Array, x_at: int, depth: int, panels: Any, scales: Any, at: int, lane: int, out: F32Array, to: int, stride: int
+) -> None:
+    for start in range(0, depth, CHAIN):
+        row0 = row1 = row2 = row3 = row4 = row5 = splat(np.float32(0), SIX)
+        scale = _load_scales(scales, (at + start * PANEL) // CHAIN + lane, SIX)
+        for k in range(start, min(start + CHAIN, depth)):
+            weights, at_k = _load_weights(panels, at + k * PANEL + lane, scale, SIX), x_at + k
+            row0 = fma(load_spread(x, at_k, SIX), weights, row0)
+            row1 = fma(load_spread(x, at_k + depth, SIX), weights, row1)
+            row2 = fma(load_spread(x, at_k + 2 * depth, SIX), weights, row2)
+            row3 = fma(load_spread(x, at_k + 3 * depth, SIX), weights, row3)
+            row4 = fma(load_spread(x, at_k + 4 * depth, SIX), weights, row4)
+            row5 = fma(load_spread(x, at_k + 5 * depth, SIX), weights, row5)
+        _add(out, to, row0, start, SIX)
+        _add(out, to + stride, row1, start, SIX)
+        _add(out, to + 2 * stride, row2, start, SIX)
+        _add(out, to + 3 * stride, row3, start, SIX)
+        _add(out, to + 4 * stride, row4, start, SIX)
+        _add(out, to + 5 * stride, row5, start, SIX)
+
+
+@kernel
+def _add(out: F32Array, to: int, chain: Lanes, start: int, lanes: int) -> None:
+    """Adds a chain's sum to its outputs; the first chain is the sum so far."""
+    store(out, to, chain if start == 0 else load(out, to, lanes) + chain)
+
+
+@intrinsic
+def _load_scales(typing: Any, scales: Any, at: Any, lanes: Any) -> Any:
+    """`lanes` f16 (a constant) from element `at` on, as f32; None of None."""
+    if isinstance(scales, types.NoneType):
+        return types.none(scales, types.intp, lanes), lambda context, builder, signature, args: context.get_dummy_value()
+    vector = Vector(types.float32, lanes.literal_value)
+
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        halves = pointer(context, builder, scales, args[:2], ir.VectorType(F16, vector.lanes))
+        return builder.fpext(builder.load(halves, align=2), vector.llvm)
+
+    return vector(scales, types.intp, lanes), build
+
+
+@intrinsic
+def _load_weights(typing: Any, panels: Any, at: Any, scale: Any, lanes: Any) -> Any:
+    """`lanes` weights (a constant) from element `at` on: f32 as they are if `scale` is None, else i8 times the scales."""
+    vector = Vector(types.float32, lanes.literal_value)
+    quantised = not isinstance(scale, types.NoneType)
+    stored = ir.VectorType(I8, vector.lanes) if quantised else vector.llvm
+
+    def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        weights = builder.load(pointer(context, builder, panels, args[:2], stored), align=1 if quantised else 4)
+        return builder.fmul(builder.sitofp(weights, vector.llvm), args[2]) if quantised else weights
+
+    return vector(panels, types.intp, scale, lanes), build

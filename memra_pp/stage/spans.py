@@ -1,0 +1,91 @@
+"""`Spans`: where a stage's time goes. Totals that are always kept, and what became of every frame, kept when asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from time import monotonic
+
+import numpy as np
+
+from .frames import MAX_SLOWEST, Frame
+
+KINDS = ("recv", "compute", "send")
+RECV, COMPUTE, SEND = range(len(KINDS))
+
+MAX_SPANS = 1 << 16
+"""Kept at most, the last ones. So many fit in one answer."""
+
+PAUSE_S = 0.5
+"""A wait for input that is longer may be no bubble, but a pause of whoever drives the pipeline: see `Spans.totals`."""
+
+
+class Spans:
+    """A stage's time in seconds, from its first frame to its last: busy with one, waiting for one, and waiting until one was
+    sent. `stages` is how many the pipeline has, `free` when the stage was done last, with computing or with sending."""
+
+    def __init__(self, stages: int) -> None:
+        self.busy = self.wait_in = self.wait_out = 0.0
+        self.free = 0.0
+        self.tracing = False
+        self._stages = stages
+        self._pauses = self._before = 0.0
+        self._kept: deque[tuple[int, int, float, float, int, int]] = deque(maxlen=MAX_SPANS)
+
+    def computed(self, frame: Frame, began: float) -> None:
+        """A frame that was there at `began` has now been applied."""
+        now = monotonic()
+        took = now - began
+        if free := self.free:
+            waited = began - free
+            self.wait_in += waited
+            if waited > PAUSE_S and waited > self._stages * max(self._before, 1e-6 * frame.slowest):
+                self._pauses += waited
+        self.busy += took
+        self.free, self._before = now, took
+        if (micros := int(1e6 * took)) > frame.slowest:
+            frame.slowest = min(micros, MAX_SLOWEST)
+        if self.tracing:
+            self._keep(frame, RECV, free or began, began)
+            self._keep(frame, COMPUTE, began, now)
+
+    def passed(self) -> None:
+        """The frame is out of the way: the stage waits for the next one."""
+        now = monotonic()
+        self.wait_out += now - self.free
+        self.free = now
+
+    def sent(self, frame: Frame, began: float) -> None:
+        """The last byte of a frame that was applied at `began` has been sent."""
+        self._keep(frame, SEND, began, monotonic())
+
+    def totals(self) -> dict[str, float]:
+        """Seconds `busy_s`, `wait_in_s` and `wait_out_s`, and `bubble`, the share in which the stage waited.
+
+        A wait for input longer than half a second does not count for the bubble, unless the pipeline may have been at work
+        all the while: if it is no longer than all stages together take at the pace of the slowest that this one knows of,
+        itself with the frame before or one upstream with the frame that came then.
+        """
+        waited = self.wait_in - self._pauses + self.wait_out
+        return {
+            "busy_s": self.busy,
+            "wait_in_s": self.wait_in,
+            "wait_out_s": self.wait_out,
+            "bubble": waited / (waited + self.busy) if waited else 0.0,
+        }
+
+    def trace(self) -> None:
+        """Keeps spans from now on, and forgets those kept."""
+        self._kept.clear()
+        self.tracing = True
+
+    def take(self) -> bytes:
+        """The spans kept, and no more of them: of each six i64, a frame's id, the kind, when it began and ended in nanoseconds
+        of `time.monotonic`, and the frame's rows and entries."""
+        self.tracing = False
+        spans = np.array(list(self._kept), np.float64).reshape(-1, 6)
+        spans[:, 2:4] *= 1e9
+        return spans.astype(np.int64).tobytes()
+
+    def _keep(self, frame: Frame, kind: int, began: float, ended: float) -> None:
+        rows = sum(entry.rows for entry in frame.entries)
+        self._kept.append((frame.id, kind, began, ended, rows, len(frame.entries)))

@@ -37,7 +37,8 @@ class Ask(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """What `Pipeline.open` is told."""
-        drafts = {} if self.draft is None else {"speculate": self.draft.k, "recurrent": self.draft.recurrent}
+        draft = self.draft
+        drafts = {"speculate": draft.k, "recurrent": draft.recurrent} if isinstance(draft, Draft) else {}
         return {"max_new_tokens": self.most, **drafts}
 
 

@@ -98,14 +98,15 @@ class Opener:
             self.end_later(session)
 
     def finish(self) -> None:
-        """Goes on with closes that were cut short or put off, unless somebody opens or closes, who does it then."""
-        if self._ending and not self._busy:
-            self._gate.try_run(self._whole(self._end_all))
+        """Goes on with closes that were cut short or put off, unless somebody is at work: who ends a call, opens or closes
+        does it then."""
+        if self._scheduler.idle:
+            self._finish()
 
     def after_call(self) -> None:
-        """`finish`, for whoever has just ended a call; what fails goes on later."""
+        """Goes on with such closes, for whoever has just ended a call; what fails goes on later."""
         try:
-            self.finish()
+            self._finish()
         except StageError as error:
             log.warning("a close goes on later: %s", error)
 
@@ -134,6 +135,10 @@ class Opener:
     @property
     def _busy(self) -> bool:
         return self._gate.mine or self._door.mine or self._scheduler.mine
+
+    def _finish(self) -> None:
+        if self._ending and not self._busy:
+            self._gate.try_run(self._whole(self._end_all))
 
     def _end_now(self) -> None:
         """Ends those that are ending, after whoever is at work."""

@@ -80,6 +80,11 @@ class Scheduler:
         """Whether the calling thread is the scheduler's own, which must not wait: in a finalizer that happened to run there."""
         return threading.current_thread() is self._thread
 
+    @property
+    def idle(self) -> bool:
+        """Whether no frame is on its way."""
+        return not (self._flying or self._inbox)
+
     def piece_rows(self, left: int) -> int:
         """How many rows the next piece of a prefill should have, of which `left` rows are left."""
         return self._batcher.piece_rows(left)

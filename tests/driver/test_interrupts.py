@@ -153,12 +153,18 @@ def pipe(hybrid: Path) -> Iterator[memra_pp.Pipeline]:
         yield made
 
 
-OPENING = ("driver/opener.py", "driver/pipeline.py", "driver/session.py", *DECISIONS)
-ON_A_STAGE = ("stage/worker.py", "stage/session.py", "kernels/cpu.py", "cache/cache.py", "cache/layers.py")
+OPENING = (
+    "driver/opener.py",
+    "driver/scheduler.py",
+    "driver/work.py",
+    "admission/outcome.py",
+    "driver/pipeline.py",
+    "driver/session.py",
+    *DECISIONS,
+)
 
 
-@pytest.mark.parametrize("files", [OPENING, ON_A_STAGE])
-def test_an_open_cut_short_at_any_line_holds_nothing(pipe, files):
+def test_an_open_cut_short_at_any_line_holds_nothing(pipe):
     opened: list[memra_pp.Session] = []
 
     def action() -> None:
@@ -172,11 +178,10 @@ def test_an_open_cut_short_at_any_line_holds_nothing(pipe, files):
             assert len(list(session.generate(1))) == 1, where
         assert [d["reserved_bytes"] + d["allocated_bytes"] for d in pipe.stats()["devices"]] == [0, 0], where
 
-    assert everywhere(files, action, check) > 50
+    assert everywhere(OPENING, action, check) > 50
 
 
-@pytest.mark.parametrize("files", [OPENING, ON_A_STAGE])
-def test_a_close_cut_short_at_any_line_goes_on_at_the_next(pipe, files):
+def test_a_close_cut_short_at_any_line_goes_on_at_the_next(pipe):
     sessions = [pipe.open([1, 2, 3], max_new_tokens=20)]
 
     def action() -> None:
@@ -188,4 +193,4 @@ def test_a_close_cut_short_at_any_line_goes_on_at_the_next(pipe, files):
         with pytest.raises(AdmissionError):
             pipe.open([1, 2, 3], max_new_tokens=20)
 
-    assert everywhere(files, action, check) > 30
+    assert everywhere(OPENING, action, check) > 30

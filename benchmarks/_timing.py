@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 SLOWING = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 """Settings that keep OpenBLAS from using the processor it runs on."""
@@ -34,3 +34,17 @@ def medians(*calls: Callable[[], object], rounds: int = 15) -> list[float]:
             call()
             taken.append(time.perf_counter() - start)
     return [statistics.median(taken) for taken in seconds]
+
+
+def in_turns(calls: Mapping[str, tuple[Callable[[], object], int]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of every call, by name: of each in turn as many as is said beside it, `rounds` times. A turn more goes before,
+    unmeasured."""
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, (call, count) in calls.items():
+            for _ in range(count):
+                start = time.perf_counter()
+                call()
+                if turn:
+                    seconds[name].append(time.perf_counter() - start)
+    return seconds

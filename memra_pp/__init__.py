@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import aio
     from .cache.formats import KvPolicy
     from .config.model import ModelConfig
     from .driver.calls import Round, SessionSnapshot
@@ -31,6 +32,7 @@ __all__ = [
     "Session",
     "SessionCancelled",
     "SessionSnapshot",
+    "aio",
     "launch",
 ]
 
@@ -53,10 +55,12 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Loads the driver at first use, so that `memra_pp.config` and `memra_pp.cache` come without it."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "aio":
+        return import_module(".aio", __name__)
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name], __name__), name)
 
 

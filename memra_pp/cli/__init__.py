@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_formats(run)
     run.add_argument("--speculate", type=count, default=0, metavar="K", help="most drafts a round (default: 0, none)")
     run.add_argument("--drafter", help="ngram, or the model that drafts: a GGUF file or a directory (default: ngram)")
+    run.add_argument("--trace", metavar="FILE", help="write what every stage did when, for chrome://tracing or Perfetto")
     run.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
     run.set_defaults(run=_run)
 

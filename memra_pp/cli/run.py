@@ -29,6 +29,8 @@ BAR_WIDTH = 24
 
 def run(args: argparse.Namespace) -> None:
     """Continues a text, and reports on every stage."""
+    if args.trace is not None:
+        _require_writable(Path(args.trace))
     model = demo_weights() if args.model is None else Path(args.model)
     formats = policy(args)
     ids, tokenizer = _encoded(model, args)
@@ -49,8 +51,11 @@ def run(args: argparse.Namespace) -> None:
         loaded = time.perf_counter() - started
         if steps is not None:
             steps.done(loaded)
-        report = _generate(pipe, tokenizer, ids, draft, args)
+        report, trace = _generate(pipe, tokenizer, ids, draft, args)
     report["load_s"] = loaded
+    if trace is not None:
+        report["hops"] = trace["otherData"]["hops"]
+        Path(args.trace).write_text(json.dumps(trace))
     if args.json:
         print(json.dumps(report))
     else:
@@ -59,12 +64,14 @@ def run(args: argparse.Namespace) -> None:
 
 def _generate(
     pipe: Pipeline, tokenizer: Tokenizer, ids: list[int], draft: Draft | None, args: argparse.Namespace
-) -> dict[str, Any]:
-    """Streams the text (unless `--json`) and returns the report, taken while the session is open."""
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Streams the text (unless `--json`) and returns the report, taken while the session is open, and the trace if asked for."""
     stream, text, tokens = tokenizer.stream(), "", []
     greedy = SamplingParams(temperature=0, eos_ids=tuple(tokenizer.eos_ids))
     if not args.json:
         print(args.prompt, end="", flush=True)
+    if args.trace is not None:
+        pipe.trace_start()
     times = [time.perf_counter()]
     try:
         with pipe.open(ids, max_new_tokens=args.max_new, speculate=args.speculate) as session:
@@ -75,9 +82,10 @@ def _generate(
                 text += _emit(stream.push(token), args.json)
             text += _emit(stream.flush(), args.json)
             stats = pipe.stats()
+            trace = None if args.trace is None else pipe.trace()
     finally:
         _emit("\n", args.json)
-    return {
+    report = {
         "text": text,
         "prompt_tokens": len(ids),
         "tokens": tokens,
@@ -88,6 +96,7 @@ def _generate(
         "kv": stats["kv"],
         "stages": stats["stages"],
     }
+    return report, trace
 
 
 def _emit(piece: str, quiet: bool) -> str:
@@ -97,7 +106,7 @@ def _emit(piece: str, quiet: bool) -> str:
 
 
 def _table(report: dict[str, Any]) -> str:
-    header = ("stage", "layers", "device", "planned B", "allocated B", "compute s", "wait s", "rows")
+    header = ("stage", "layers", "device", "planned B", "allocated B", "busy s", "wait in s", "wait out s", "bubble %", "rows")
     rows = [
         (
             str(s["stage"]),
@@ -105,13 +114,27 @@ def _table(report: dict[str, Any]) -> str:
             s["device"],
             f"{s['planned_bytes']:,}",
             f"{s['allocated_bytes']:,}",
-            f"{s['compute_s']:.2f}",
-            f"{s['wait_s']:.2f}",
+            f"{s['busy_s']:.2f}",
+            f"{s['wait_in_s']:.2f}",
+            f"{s['wait_out_s']:.2f}",
+            f"{100 * s['bubble']:.0f}",
             str(s["rows"]),
         )
         for s in report["stages"]
     ]
-    return "\n" + "\n".join(columns(header, *rows)) + "\n" + _summary(report)
+    lines = ["", *columns(header, *rows)]
+    if "hops" in report:
+        lines += ["", *columns(*_hops(report["hops"]), left=[0])]
+    return "\n".join([*lines, _summary(report)])
+
+
+def _hops(hops: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """The table of hop times, its header first."""
+    rows = [
+        (f"{hop['from']} to {hop['to']}", str(hop["frames"]), f"{hop['median_us']:,.0f}", f"{hop['p99_us']:,.0f}")
+        for hop in hops
+    ]
+    return [("hop", "frames", "median us", "p99 us"), *rows]
 
 
 def _summary(report: dict[str, Any]) -> str:
@@ -154,6 +177,18 @@ def _encoded(model: Path, args: argparse.Namespace) -> tuple[list[int], Tokenize
     tokenizer = load_tokenizer(model)
     ids = tokenizer.encode(args.prompt)
     return checked_prompt(ids, cfg.n_vocab, cfg.max_ctx if args.max_ctx is None else args.max_ctx), tokenizer
+
+
+def _require_writable(path: Path) -> None:
+    """Whether a file can be written there, before minutes are spent on what is to go into it. None is left behind."""
+    there = path.exists()
+    try:
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise InputError(f"--trace {path} cannot be written ({error.strerror}): name a file that can") from error
+    if not there:
+        path.unlink()
 
 
 def _draft(args: argparse.Namespace, model: Path) -> Draft | None:

@@ -9,12 +9,13 @@ import selectors
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import LaneError, StageError
-from ..stage.frames import OPS, PING, STOP
+from ..stage.frames import CLOCK, OPS, PING, STOP
 from ..stage.lanes import Lane
 from ..stage.serve import HEARTBEAT_S, question
+from ..stage.spans import clock
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,17 @@ DEATH_S = 5.0
 and sent none, does not count."""
 
 SEND_S = 2.0
+
+
+CLOCK_ROUNDS = 8
+
+
+class _Answer(NamedTuple):
+    """What a stage has said, and when it was asked and heard here, in nanoseconds."""
+
+    text: Any
+    asked: int
+    heard: int
 
 
 class Heart:
@@ -35,8 +47,8 @@ class Heart:
         self._lanes = list(lanes)
         self._on_death = on_death
         self._ids = itertools.count(1)
-        self._answers: dict[tuple[int, int], Any] = {}
-        self._asked: set[tuple[int, int]] = set()
+        self._answers: dict[tuple[int, int], _Answer] = {}
+        self._asked: dict[tuple[int, int], int] = {}
         self._gone: dict[int, str] = {}
         self._news = threading.Condition()
         self._send_locks = [threading.Lock() for _ in lanes]
@@ -54,11 +66,27 @@ class Heart:
         Raises:
             StageError: a stage is gone, or did not answer within `timeout` seconds.
         """
+        return [answer.text for answer in self._ask(op, timeout)]
+
+    def clock_offsets(self, timeout: float) -> list[int]:
+        """How many nanoseconds each stage's clock (`stage.spans.clock`) is ahead of this process's. That of a stage on another
+        machine is taken to have been asked half-way between question and answer, of several the pair that lies closest.
+
+        Raises:
+            StageError: as `ask`, or an answer that is none.
+        """
+        here = clock()["of"]
+        rounds = [self._ask(CLOCK, timeout) for _ in range(CLOCK_ROUNDS)]
+        return [
+            _offset(lane.peer, here, min(answers, key=lambda a: a.heard - a.asked))
+            for lane, answers in zip(self._lanes, zip(*rounds, strict=True), strict=True)
+        ]
+
+    def _ask(self, op: int, timeout: float) -> list[_Answer]:
         asked = [(stage, next(self._ids)) for stage in range(len(self._lanes))]
-        with self._news:
-            self._asked.update(asked)
         try:
             for stage, frame_id in asked:
+                self._asked[stage, frame_id] = time.monotonic_ns()
                 if stage not in self._gone:
                     self._send(stage, op, frame_id)
             with self._news:
@@ -72,8 +100,8 @@ class Heart:
                 return [self._answers[key] for key in asked]
         finally:
             with self._news:
-                self._asked.difference_update(asked)
                 for key in asked:
+                    self._asked.pop(key, None)
                     self._answers.pop(key, None)
 
     def close(self) -> None:
@@ -118,10 +146,11 @@ class Heart:
                 return
             if frame is None:
                 return
+            heard = time.monotonic_ns()
             self._unanswered[stage] = 0
             with self._news:
-                if (stage, frame.id) in self._asked:
-                    self._answers[stage, frame.id] = frame.notes.get(0, {}).get("answer")
+                if (asked := self._asked.get((stage, frame.id))) is not None:
+                    self._answers[stage, frame.id] = _Answer(frame.notes.get(0, {}).get("answer"), asked, heard)
                     self._news.notify_all()
             more = lane.pending
 
@@ -140,3 +169,11 @@ class Heart:
     def _send(self, stage: int, op: int, frame_id: int) -> None:
         with self._send_locks[stage]:
             self._lanes[stage].send(question(op, frame_id), SEND_S)
+
+
+def _offset(peer: str, here: str | None, answer: _Answer) -> int:
+    text = answer.text
+    if not isinstance(text, dict) or type(text.get("ns")) is not int:
+        raise StageError(f"{peer} gave {text!r:.80} for its clock: launch the pipeline again")
+    shared = here is not None and text.get("of") == here
+    return 0 if shared else text["ns"] - (answer.asked + answer.heard) // 2

@@ -73,14 +73,13 @@ def state_row(layer: RecurLayer) -> tuple[int, int, int]:
 
 
 class CacheAddresses:
-    """An open cache's buffers, which never move, in numbers.
+    """A cache's buffers in numbers: they never move, and a cache that is closed has no layer left to look up.
 
     Attributes:
         planes: i64 `[n_layer, 4]`: the `layer_row` of each K/V layer, 0 where there is none.
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._kv, self._recur = cache.kv, cache.recur
         self.planes: I64Array = np.array([(0,) * 4 if layer is None else layer_row(layer) for layer in cache.kv], np.int64)
         self._at: dict[int, int] = {}
         for layer in cache.recur:
@@ -92,10 +91,6 @@ class CacheAddresses:
         at = self._at
         return at[id(layer.conv_state)], at[id(layer.ssm_state)], at[id(layer.ssm_state_alt)]
 
-    def are_of(self, cache: Cache) -> bool:
-        """Whether the cache still holds these buffers: one that is closed holds none."""
-        return self._kv is cache.kv and self._recur is cache.recur
-
 
 _known: WeakKeyDictionary[Cache, CacheAddresses] = WeakKeyDictionary()
 
@@ -103,6 +98,6 @@ _known: WeakKeyDictionary[Cache, CacheAddresses] = WeakKeyDictionary()
 def addresses_of(cache: Cache) -> CacheAddresses:
     """A cache's addresses, looked up once."""
     known = _known.get(cache)
-    if known is None or not known.are_of(cache):
+    if known is None:
         known = _known[cache] = CacheAddresses(cache)
     return known

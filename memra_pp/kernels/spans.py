@@ -37,7 +37,7 @@ class Spans:
         self.ends = tuple(map(add, self.pos, self.rows))
         starts = list(accumulate(self.rows, initial=0))
         self.total = starts.pop()
-        self.table: I64Array = np.array((starts, self.rows, self.pos), np.int64).T.copy()
+        self.table: I64Array = np.array([*zip(starts, self.rows, self.pos, strict=True)], np.int64).reshape(-1, 3)
         self._first_keys: dict[int | None, list[int]] = {}
         self._blocks: dict[tuple[int, int | None], tuple[I64Array, int]] = {}
 

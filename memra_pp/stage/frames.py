@@ -144,7 +144,8 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
     arrays, entries = frame.arrays, frame.entries
     try:
         if len(entries) == 1 and len(arrays) < 2 and not frame.notes:
-            body, record = 0, _NO_ARRAY
+            body = 0
+            record: Sequence[int] = _NO_ARRAY
             if arrays:
                 a = arrays[0]
                 size = a.nbytes

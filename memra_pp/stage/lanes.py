@@ -66,7 +66,7 @@ class Lane:
             self.finish(rest, timeout)
 
     def begin(self, frame: Frame) -> list[memoryview]:
-        """Sends of a frame what the socket takes at once, with one gathering call. What is left is for `finish`, before the
+        """Sends of a frame what the socket takes at once, with one call. What is left is for `finish`, before the
         next frame; arrays are not copied.
 
         Raises:
@@ -75,7 +75,10 @@ class Lane:
         """
         buffers, total = encode(frame)
         try:
-            sent = self._sock.sendmsg(buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX], (), MSG_DONTWAIT)
+            if len(buffers) == 1:
+                sent = self._sock.send(buffers[0], MSG_DONTWAIT)
+            else:
+                sent = self._sock.sendmsg(buffers if len(buffers) <= _IOV_MAX else buffers[:_IOV_MAX], (), MSG_DONTWAIT)
         except BlockingIOError:
             sent = 0
         except ValueError as error:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import monotonic
 
 from .frames import Frame
 from .lanes import Lane
-from .spans import Spans
+from .spans import SEND, Spans
 
 SEND_S = 60.0
 
@@ -33,11 +34,11 @@ class Outbox:
         if self._sending is not None:
             self._sending.result()
             self._sending = None
+            self._spans.blocked(frame)
         if rest := self._lane.begin(frame):
             self._sending = self._sender.submit(self._finish, frame, rest, self._spans.free)
         elif self._spans.tracing:
-            self._spans.sent(frame, self._spans.free)
-        self._spans.passed()
+            self._spans.keep(frame, SEND, self._spans.free, monotonic())
         return not rest
 
     def check(self) -> None:
@@ -49,6 +50,7 @@ class Outbox:
         """Waits for what is being sent, and ends the thread."""
         self._sender.shutdown()
 
-    def _finish(self, frame: Frame, rest: Sequence[memoryview], began: int) -> None:
+    def _finish(self, frame: Frame, rest: Sequence[memoryview], began: float) -> None:
         self._lane.finish(rest, SEND_S)
-        self._spans.sent(frame, began)
+        if self._spans.tracing:
+            self._spans.keep(frame, SEND, began, monotonic())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from time import monotonic_ns
 from typing import Any
 
 from ..errors import FrameError, LaneError
@@ -12,6 +11,7 @@ from . import frames
 from .frames import STOP, Entry, Frame
 from .lanes import Lane
 from .outbox import SEND_S, Outbox
+from .spans import clock
 from .worker import StageWorker
 
 log = logging.getLogger(__name__)
@@ -23,18 +23,16 @@ SILENCE_S = 60.0
 
 
 def serve_frames(worker: StageWorker, up: Lane, down: Lane, stop: threading.Event) -> None:
-    """Receives, applies and passes on frames until none comes and `stop` is set; sets it when a lane breaks.
+    """Receives, applies and passes on frames until `stop` is set; sets it when a lane breaks.
 
     Raises:
         LaneError: a neighbour is gone.
     """
     out = Outbox(down, worker.spans)
     try:
-        while True:
+        while not stop.is_set():
             frame = up.recv(IDLE_S)
             if frame is None:
-                if stop.is_set():
-                    return
                 out.check()
                 continue
             worker.apply(frame)
@@ -77,13 +75,12 @@ def serve_control(worker: StageWorker, lane: Lane, stop: threading.Event) -> Non
 
 
 def _answer(worker: StageWorker, op: int) -> Any:
-    """What a stage has to say to a question: its totals, its clock in nanoseconds, or the spans that it kept; None to others.
-    TRACE has it keep spans from now on."""
+    """What a stage has to say to a question: its totals, its clock, or the spans that it has kept since TRACE; else None."""
     match op:
         case frames.STATS:
             return worker.stats()
         case frames.CLOCK:
-            return monotonic_ns()
+            return clock()
         case frames.TRACE:
             worker.spans.trace()
         case frames.SPANS:

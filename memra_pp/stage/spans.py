@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from time import monotonic
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from time import monotonic, monotonic_ns
+from typing import Any
 
 import numpy as np
 
 from .frames import MAX_SLOWEST, Frame
 
-KINDS = ("recv", "compute", "send")
-RECV, COMPUTE, SEND = range(len(KINDS))
+KINDS = ("recv", "compute", "blocked", "send")
+RECV, COMPUTE, BLOCKED, SEND = range(len(KINDS))
+
+FIELDS = ("frame", "kind", "began", "ended", "rows", "entries")
+"""Of a span: the frame's id, when the span began and ended, in nanoseconds of `time.monotonic_ns`, and what the frame had."""
 
 MAX_SPANS = 1 << 16
 """Kept at most, the last ones. So many fit in one answer."""
@@ -20,8 +27,8 @@ PAUSE_S = 0.5
 
 
 class Spans:
-    """A stage's time in seconds, from its first frame to its last: busy with one, waiting for one, and waiting until one was
-    sent. `stages` is how many the pipeline has, `free` when the stage was done last, with computing or with sending."""
+    """A stage's time in seconds, from its first frame to its last: busy with one, waiting until the one before it was sent, and
+    all the rest, waiting for one. `stages` is how many the pipeline has, `free` since when the stage waits for a frame."""
 
     def __init__(self, stages: int) -> None:
         self.busy = self.wait_in = self.wait_out = 0.0
@@ -45,18 +52,15 @@ class Spans:
         if (micros := int(1e6 * took)) > frame.slowest:
             frame.slowest = min(micros, MAX_SLOWEST)
         if self.tracing:
-            self._keep(frame, RECV, free or began, began)
-            self._keep(frame, COMPUTE, began, now)
+            self.keep(frame, RECV, free or began, began)
+            self.keep(frame, COMPUTE, began, now)
 
-    def passed(self) -> None:
-        """The frame is out of the way: the stage waits for the next one."""
-        now = monotonic()
-        self.wait_out += now - self.free
-        self.free = now
-
-    def sent(self, frame: Frame, began: float) -> None:
-        """The last byte of a frame that was applied at `began` has been sent."""
-        self._keep(frame, SEND, began, monotonic())
+    def blocked(self, frame: Frame) -> None:
+        """The frame applied last has waited until now for the one before it to be sent."""
+        began, self.free = self.free, monotonic()
+        self.wait_out += self.free - began
+        if self.tracing:
+            self.keep(frame, BLOCKED, began, self.free)
 
     def totals(self) -> dict[str, float]:
         """Seconds `busy_s`, `wait_in_s` and `wait_out_s`, and `bubble`, the share in which the stage waited.
@@ -79,13 +83,26 @@ class Spans:
         self.tracing = True
 
     def take(self) -> bytes:
-        """The spans kept, and no more of them: of each six i64, a frame's id, the kind, when it began and ended in nanoseconds
-        of `time.monotonic`, and the frame's rows and entries."""
+        """The spans kept, each the `FIELDS` in i64; no more of them are kept."""
         self.tracing = False
-        spans = np.array(list(self._kept), np.float64).reshape(-1, 6)
+        spans = np.array(list(self._kept), np.float64).reshape(-1, len(FIELDS))
         spans[:, 2:4] *= 1e9
         return spans.astype(np.int64).tobytes()
 
-    def _keep(self, frame: Frame, kind: int, began: float, ended: float) -> None:
+    def keep(self, frame: Frame, kind: int, began: float, ended: float) -> None:
+        """Keeps a span; for who is `tracing`."""
         rows = sum(entry.rows for entry in frame.entries)
         self._kept.append((frame.id, kind, began, ended, rows, len(frame.entries)))
+
+
+def clock() -> dict[str, Any]:
+    """This process's clock: the nanoseconds `ns` of `time.monotonic_ns`, and what it is the clock `of`: all processes since one
+    start of a machine share it, None if that is not known."""
+    return {"ns": monotonic_ns(), "of": _boot_id()}
+
+
+@cache
+def _boot_id() -> str | None:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None

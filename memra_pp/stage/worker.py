@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from time import monotonic

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +32,8 @@ POLICIES = [
     KvPolicy(fp8_ordinary=True),
     KvPolicy(k="q5_1", v="q8_0"),
 ]
-WINDOW, MAX_CTX, RING_ROWS = 33, 300, 110
-"""Rings here are shorter than a chunk of prefill needs, so that short tests move rows."""
+WINDOW, MAX_CTX, RING_ROWS, MOST_ROWS = 5, 300, 64, 28
+"""A ring here has room for a window, an aligned view and one short append, so that a few steps move its rows."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -77,67 +78,103 @@ def batch_of(sessions: list[Session], rows: list[int]) -> KvBatch:
     return KvBatch.of([s.layer for s in sessions], Spans([s.pos for s in sessions], rows))
 
 
+def compare(
+    plan: KvPlan, group: int, kinds: list[tuple[KvPolicy, bool]], steps: list[list[int]], threads: Threads
+) -> list[int]:
+    """Steps of some sessions with rows of their own number, formats and kind of plane; where their planes begin at the end."""
+    spec = AttentionSpec(plan.n_head_kv, plan.head_dim_k, plan.head_dim_v, plan.window, 0.2)
+    together, alone = ([Session(plan, policy, ringed) for policy, ringed in kinds] for _ in range(2))
+    rng = np.random.default_rng(sum(map(sum, steps)))
+    with Threads(1) as one_thread:
+        for rows in steps:
+            q = rows_of(rng, sum(rows), plan.n_head_kv * group, plan.head_dim_k)
+            k, v = rows_of(rng, sum(rows), plan.kv_dim_k), rows_of(rng, sum(rows), plan.kv_dim_v)
+            batch = batch_of(together, rows)
+            append_rows(batch, k, v, [s.retain_from for s in together])
+            got = attend_rows(q, batch, spec, threads)
+            at = 0
+            for one, other, count in zip(alone, together, rows, strict=True):
+                own, layer = slice(at, at + count), one.layer
+                append(layer, one.pos, k[own], v[own], one.retain_from)
+                formats = layer.layout.k_fmt, layer.layout.v_fmt
+                want = attention(q[own], layer.k, layer.v, formats, spec, one.pos, layer.base, one_thread)
+                np.testing.assert_array_equal(got[own], want)
+                at += count
+                one.pos += count
+                other.pos += count
+                assert one.image() == other.image()
+    return [session.layer.base for session in together]
+
+
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_appends_and_attention(pools: dict[int, Threads], data: st.DataObject) -> None:
-    """A few steps of some sessions with rows of their own number, formats and kind of plane."""
     n_head_kv, group = data.draw(st.sampled_from([(1, 1), (1, 4), (2, 3), (3, 1)]))
     dim_k, dim_v = data.draw(st.sampled_from([(32, 32), (64, 32), (32, 96)]))
-    window = data.draw(st.sampled_from([None, 1, WINDOW]))
-    plan = KvPlan(n_head_kv, dim_k, dim_v, window=window)
-    spec = AttentionSpec(n_head_kv, dim_k, dim_v, window, 0.2)
-    kinds = data.draw(
-        st.lists(st.tuples(st.sampled_from(POLICIES), st.booleans() if window else st.just(False)), min_size=1, max_size=5)
-    )
-    together, alone = ([Session(plan, policy, ringed) for policy, ringed in kinds] for _ in range(2))
-    rng = np.random.default_rng(data.draw(st.integers(0, 9)))
-    for _ in range(data.draw(st.integers(1, 5))):
-        rows = [data.draw(st.one_of(st.integers(0, 3), st.integers(0, 45))) for _ in kinds]
-        q = rows_of(rng, sum(rows), n_head_kv * group, dim_k)
-        k, v = rows_of(rng, sum(rows), plan.kv_dim_k), rows_of(rng, sum(rows), plan.kv_dim_v)
-        batch = batch_of(together, rows)
-        append_rows(batch, k, v, [s.retain_from for s in together])
-        got = attend_rows(q, batch, spec, pools[data.draw(st.sampled_from([1, 2, 3]))])
-        at = 0
-        for one, other, count in zip(alone, together, rows, strict=True):
-            own, layer = slice(at, at + count), one.layer
-            append(layer, one.pos, k[own], v[own], one.retain_from)
-            formats = layer.layout.k_fmt, layer.layout.v_fmt
-            want = attention(q[own], layer.k, layer.v, formats, spec, one.pos, layer.base, pools[1])
-            np.testing.assert_array_equal(got[own], want)
-            at += count
-            one.pos += count
-            other.pos += count
-            assert one.image() == other.image()
+    plan = KvPlan(n_head_kv, dim_k, dim_v, window=data.draw(st.sampled_from([None, 1, WINDOW])))
+    ringed = st.booleans() if plan.window else st.just(False)
+    kinds = data.draw(st.lists(st.tuples(st.sampled_from(POLICIES), ringed), min_size=1, max_size=5))
+    count = st.one_of(st.integers(0, 3), st.integers(0, MOST_ROWS))
+    steps = data.draw(st.lists(st.lists(count, min_size=len(kinds), max_size=len(kinds)), min_size=1, max_size=8))
+    compare(plan, group, kinds, steps, pools[data.draw(st.sampled_from([1, 2, 3]))])
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3, 7, 1000])
-def test_every_unit_is_in_one_part_of_the_work(parts: int) -> None:
-    """However the work is cut, each output is written, and by one part."""
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: f"{policy.k} {policy.v} fp8={policy.fp8_ordinary}")
+def test_rings_that_move_at_steps_of_their_own(pools: dict[int, Threads], policy: KvPolicy, threads: int) -> None:
+    kinds = [(policy, True), (POLICIES[0], False), (policy, True), (policy, False)]
+    steps = [[28, 9, 20, 1], [28, 1, 28, 2], [1, 1, 1, 1], [20, 5, 9, 28], [1, 1, 28, 1], [28, 28, 3, 1]]
+    bases = compare(KvPlan(2, 64, 32, window=WINDOW), 2, kinds, steps, pools[threads])
+    assert bases == [64, 0, 32, 0]
 
-    class Pieces:
-        n = 2
 
-        def run(self, kernel: Any, total: int, grain: int, *args: Any) -> None:
-            out, whole = args[-1], None
-            for piece in range(parts):
-                out[:] = np.nan
-                kernel(*args, total * piece // parts, total * (piece + 1) // parts)
-                written = np.where(np.isnan(out), 0, 1)
-                whole = written if whole is None else whole + written
-            assert (whole == 1).all()
+class Parts:
+    """`Threads` that cut any work into `n` parts and do them here, one after another; `written` are the outputs of each."""
 
-    plan = KvPlan(2, 32, 32)
-    sessions = [Session(plan, KvPolicy(), False) for _ in range(3)]
-    rng, rows = np.random.default_rng(0), [1, 150, 0]
+    def __init__(self, n: int) -> None:
+        self.n, self.written = n, []
+
+    def run(self, kernel: Any, total: int, grain: int, *args: Any) -> None:
+        out, self.written = args[-1], []
+        for part in range(self.n):
+            out[:] = np.nan
+            kernel(*args, total * part // self.n, total * (part + 1) // self.n)
+            self.written.append(~np.isnan(out))
+
+
+def every_kernel(rows: list[int], parts: Parts) -> Iterator[str]:
+    """Runs attention, the convolution and the scan over sessions of `rows` rows, one K/V and v head, and yields their names."""
+    rng, total = np.random.default_rng(0), sum(rows)
+    sessions = [Session(KvPlan(1, 32, 32), KvPolicy(), False) for _ in rows]
     batch = batch_of(sessions, rows)
-    append_rows(batch, rows_of(rng, 151, 64), rows_of(rng, 151, 64), [0, 0, 0])
-    attend_rows(rows_of(rng, 151, 4, 32), batch, AttentionSpec(2, 32, 32, None, 0.2), Pieces())  # type: ignore[arg-type]
-    shape = DeltaShape(1, 3, 16, 16)
+    append_rows(batch, rows_of(rng, total, 32), rows_of(rng, total, 32), [0] * len(rows))
+    attend_rows(rows_of(rng, total, 64, 32), batch, AttentionSpec(1, 32, 32, None, 0.2), parts)  # type: ignore[arg-type]
+    yield "attention"
+    shape = DeltaShape(1, 1, 16, 16)
     states = states_of([state_of(shape, 3, rng) for _ in rows], batch.spans)
-    qkv = conv_silu(rows_of(rng, 151, shape.conv_width), rows_of(rng, 3, shape.conv_width), states, Pieces())  # type: ignore[arg-type]
-    gates = np.full((151, 3), 0.5, np.float32)
-    delta_scan(np.nan_to_num(qkv), gates, gates, shape, states, Pieces())  # type: ignore[arg-type]
+    conv_silu(rows_of(rng, total, shape.conv_width), rows_of(rng, 3, shape.conv_width), states, parts)  # type: ignore[arg-type]
+    yield "convolution"
+    half = np.full((total, 1), 0.5, np.float32)
+    delta_scan(rows_of(rng, total, shape.conv_width), half, half, shape, states, parts)  # type: ignore[arg-type]
+    yield "scan"
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 50])
+def test_each_output_is_written_by_one_part(count: int) -> None:
+    parts = Parts(count)
+    for kernel in every_kernel([1, 150, 0, 2], parts):
+        assert (np.sum(parts.written, axis=0) == 1).all(), kernel
+
+
+def test_parts_are_of_like_work_and_not_of_like_many_sessions() -> None:
+    """Half the keys that are read, where rows can be parted; the one long session alone, where they cannot."""
+    parts, keys = Parts(2), np.array([1, 1, 1, *range(1, 21)])
+    for kernel in every_kernel([1, 1, 1, 20], parts):
+        second = parts.written[1].reshape(23, -1).all(axis=1)
+        if kernel == "attention":
+            assert 0.4 < keys[second].sum() / keys.sum() < 0.6
+        else:
+            assert np.flatnonzero(second).tolist() == list(range(3, 23)), kernel
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, 1e9])
@@ -148,14 +185,14 @@ def test_a_value_that_cannot_be_kept_changes_no_session(plane: str, value: float
     sessions = [
         Session(plan, policy, ringed) for policy, ringed in ((POLICIES[0], True), (POLICIES[1], False), (POLICIES[0], True))
     ]
-    rows = [90, 20, 105]
-    append_rows(batch_of(sessions, rows), rows_of(rng, 215, 32), rows_of(rng, 215, 64), [0, 0, 0])
+    rows = [60, 20, 61]
+    append_rows(batch_of(sessions, rows), rows_of(rng, 141, 32), rows_of(rng, 141, 64), [0, 0, 0])
     for session, count in zip(sessions, rows, strict=True):
         session.pos += count
-    before, rows = [session.image() for session in sessions], [30, 3, 20]
-    k, v, at = rows_of(rng, 53, 32), rows_of(rng, 53, 64), [29, 31, 52][spoilt]
+    before, rows = [session.image() for session in sessions], [20, 3, 18]
+    k, v, at = rows_of(rng, 41, 32), rows_of(rng, 41, 64), [19, 21, 40][spoilt]
     (k if plane == "K" else v)[at, 17] = value
-    position = sessions[spoilt].pos + [29, 1, 19][spoilt]
+    position = sessions[spoilt].pos + [19, 1, 17][spoilt]
     with pytest.raises(CacheError, match=rf"layer 7: {plane} holds .* at position {position}, which q"):
         append_rows(batch_of(sessions, rows), k, v, [s.retain_from for s in sessions])
     assert [session.image() for session in sessions] == before
@@ -172,7 +209,7 @@ def test_rows_that_do_not_fit_one_session_change_none() -> None:
     before = [s.image() for s in (flat, ringed)]
     for rows, retain, error in (
         ([21, 5], [0, 0], CapacityExceeded),
-        ([5, 111], [0, 0], CacheError),
+        ([5, 65], [0, 0], CacheError),
         ([5, 5], [0, 1], RingLapped),
     ):
         x = np.ones((sum(rows), 32), np.float32)

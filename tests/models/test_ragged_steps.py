@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from memra_pp.cache import Cache, CacheSnapshot, KvPolicy
+from memra_pp.config import KvPlan, ModelConfig
 from memra_pp.errors import CacheError, ConfigError
 from memra_pp.kernels import CpuDev
 from memra_pp.models import Forward, Segment, StepBatch, stage_model_for
+from memra_pp.models.parts import Step
 from memra_pp.models.weights import open_weights
 
 DATA = Path(__file__).parents[1] / "data"
@@ -75,6 +77,22 @@ def test_a_ragged_batch_is_each_session_alone(path: Path, threads: int) -> None:
             assert image(cache) == image(together[i])
             assert copies(taken_alone[i]) == copies(taken[i])
     device.close()
+
+
+def test_what_each_ring_must_keep_is_its_own() -> None:
+    """Two windows and a flat layer between them, in sessions at rows of their own, one of them with a pin."""
+    plans = KvPlan(1, 32, 32, window=32, ring="reader"), KvPlan(1, 32, 32), KvPlan(1, 32, 32, window=100, ring="reader")
+    cfg = ModelConfig("toy", 6, 32, 50, 1 << 20, plans * 2)
+    caches = [Cache.new(CpuDev(), cfg, 9000, policy=KvPolicy(ring=ring)) for ring in ("all", "all", "off")]
+    for cache, pos in zip(caches, (5000, 300, 7000), strict=True):
+        cache.pos = pos
+    caches[0].snapshot()
+    caches[0].pos = 5200
+    step = Step(StepBatch(tuple(Segment(cache.pos, 1) for cache in caches)), caches)
+    kept = [step.retain_from(step.kv(il).layers) for il in range(6)]
+    assert kept == [[4960, 256, 0], [0, 0, 0], [4896, 192, 0]] * 2
+    for il, own in enumerate(kept):
+        assert own == [cache.retain_from(cache.kv[il]) for cache in caches]  # type: ignore[arg-type]
 
 
 def test_caches_that_were_closed_or_cut_elsewhere_are_refused(path: Path) -> None:

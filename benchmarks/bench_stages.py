@@ -1,0 +1,121 @@
+"""More stages, one thread each: tokens a second of decodes and of prefills, beside one stage with one thread.
+
+Of an even model with a small vocabulary, cut evenly, and of Gemma-3-270M, cut for each kind of work by its measured times. What
+N stages may reach is the sum of the stages' times over the longest, each measured while no other stage runs, in turns with the
+rest. `S sessions` are spread over N steps on their way; one stage is given as many rows a step, S / N sessions, and then as many
+sessions. Medians of turns.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from _model import EVEN, QUICK, even_model
+from _peers import ray_of
+from _rates import Rate, decode_rate, prefill_rate
+from _report import Report, integers, parser, say
+from _timing import one_thread_process
+
+import memra_pp
+from memra_pp.cli import demo_weights
+
+KINDS = ("decode", "prefill")
+ROUNDS, TOKENS = 5, 32
+PROMPTS, PROMPT, PREFILLING = 8, 512, 4
+EVEN_SPEEDUP, OF_POSSIBLE = 1.8, 0.9
+"""Of two stages: over one stage on the even model, and over what its stages' times allow on Gemma."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model cut into stages for each kind of work: over Ray, and in this process, where the stages take turns."""
+
+    over_ray: dict[str, memra_pp.Pipeline]
+    alone: dict[str, memra_pp.Pipeline]
+
+
+@contextmanager
+def cut(model: Path, stages: int, balance: Any) -> Iterator[Cut]:
+    """Launches both, and no fence twice."""
+    with ExitStack() as stack:
+
+        def launched(fence: tuple[int, ...], backend: Any) -> memra_pp.Pipeline:
+            return stack.enter_context(memra_pp.launch(model, cuts=fence[1:-1], backend=backend, threads=1))
+
+        measured = stack.enter_context(memra_pp.launch(model, stages=stages, balance=balance, backend="local", threads=1))
+        found = measured.stats()["cut"]
+        fences = {kind: tuple(found[kind]["fence"]) if kind in found else measured.fence for kind in KINDS}
+        say(f"{model.name}, {stages} stages: " + ", ".join(f"{kind} cut at {fence[1:-1]}" for kind, fence in fences.items()))
+        alone = {measured.fence: measured}
+        alone |= {fence: launched(fence, "local") for fence in {*fences.values()} - {measured.fence}}
+        over_ray = {fence: launched(fence, "ray") for fence in {*fences.values()}}
+        yield Cut(*({kind: pipes[fence] for kind, fence in fences.items()} for pipes in (over_ray, alone)))
+
+
+def possible(stage_s: list[float]) -> float:
+    """How many times as fast stages may be as one after another: all their time over the longest's."""
+    return sum(stage_s) / max(stage_s)
+
+
+def measure(report: Report, name: str, path: Path, stages: int, balance: Any, args: Any) -> None:
+    """Adds a model's figures at so many stages."""
+    turns, tokens, prompts = (1, 8, 4) if args.quick else (ROUNDS, TOKENS, PROMPTS)
+
+    def decoding(sessions: int) -> Callable[[memra_pp.Pipeline], Rate]:
+        return lambda pipe: decode_rate(pipe, sessions, tokens)
+
+    def prefilling(pipe: memra_pp.Pipeline) -> Rate:
+        return prefill_rate(pipe, prompts, PROMPT, PREFILLING)
+
+    with memra_pp.launch(path, stages=1, threads=1) as one, cut(path, stages, balance) as made:
+        works = {f"decode, {sessions} sessions": ("decode", sessions) for sessions in args.sessions}
+        works["prefill"] = ("prefill", PREFILLING)
+        found: dict[str, list[tuple[Rate, ...]]] = defaultdict(list)
+        for turn in range(turns):
+            say(f"{name}, {stages} stages: turn {turn + 1} of {turns}")
+            for work, (kind, sessions) in works.items():
+                all_rows = decoding(sessions) if kind == "decode" else prefilling
+                rows_of_a_step = decoding(sessions // stages) if kind == "decode" else prefilling
+                over_ray, alone = made.over_ray[kind], made.alone[kind]
+                found[work].append((all_rows(over_ray), rows_of_a_step(one), all_rows(one), rows_of_a_step(alone)))
+    for work, rates in found.items():
+        ours, like, same = (statistics.median(rate.per_s for rate in column) for column in list(zip(*rates, strict=True))[:3])
+        most = statistics.median(possible(alone.busy_s) for *_, alone in rates)
+        what, row = f"{name}: {work}", {"at": stages}
+        if balance == "even":
+            target = {"at_least": EVEN_SPEEDUP if stages == 2 else None}
+            report.add(what, ours, "tok/s", peer="1 stage, rows of a step alike", peer_value=like, **row, **target)
+        target = {"at_least": OF_POSSIBLE if stages == 2 and balance != "even" else None}
+        report.add(what, ours, "tok/s", peer=f"1 stage x {most:.2f} possible", peer_value=like * most, **row, **target)
+        if work != "prefill":
+            report.add(what, ours, "tok/s", peer="1 stage, as many sessions", peer_value=same, **row)
+
+
+def main() -> None:
+    one_thread_process()
+    options = parser(__doc__)
+    options.add_argument("--stages", type=integers, default=(2,), metavar="N,N", help="one thread each (default: 2)")
+    options.add_argument("--sessions", type=integers, default=(4, 16), metavar="S,S", help="that decode (default: 4,16)")
+    options.add_argument("--models", nargs="+", default=["even", "gemma"], choices=["even", "gemma"])
+    args = options.parse_args()
+    if bad := [f"{s} over {n}" for n in args.stages for s in args.sessions if s % n]:
+        options.error(f"sessions that cannot be spread evenly: {', '.join(bad)}")
+    report = Report(f"one thread a stage, {os.cpu_count()} processors", axis="stages")
+    with ray_of(1 + 2 * max(args.stages)):
+        for name in args.models:
+            with even_model(QUICK if args.quick else EVEN) as even:
+                path, balance = (even, "even") if name == "even" else (demo_weights(), "time:decode")
+                for stages in args.stages:
+                    measure(report, name, path, stages, balance, args)
+    report.give_out(args)
+
+
+if __name__ == "__main__":
+    main()

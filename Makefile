@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?= Once upon a time, in a small village by the sea,
 STAGES ?= 2
+BENCH ?=
 
 .PHONY: run test lint bench lock clean
 
@@ -19,7 +20,7 @@ lint: $(VENV)/.test
 	$(BIN)/mypy
 
 bench: $(VENV)/.bench
-	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench || exit 1; done
+	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(BENCH) || exit 1; done
 
 lock:
 	$(PYTHON) -m pip install --quiet uv

@@ -1,4 +1,4 @@
-"""A model for the sweeps: Gemma 3's layers with random weights, all alike, and so small a vocabulary that the head hardly counts.
+"""A model for the sweeps: Gemma 3's layers with random weights, all alike, and hardly a head, so small is its vocabulary.
 
 A decode step of one layer reads 12 MB of f32, about a millisecond on one thread, and all layers more than a cache holds.
 """

@@ -38,7 +38,7 @@ def decode_rate(pipe: memra_pp.Pipeline, sessions: int, tokens: int) -> Rate:
     busy: list[list[float]] = []
     for index, _ in pipe.generate_many(prompts, max_new_tokens=most, sampling=GREEDY, concurrency=sessions):
         times[index].append(time.perf_counter())
-        if not busy and all(times) or len(busy) == 1 and len(times[index]) == most:
+        if all(times) if not busy else len(busy) == 1 and len(times[index]) == most:
             busy.append(_busy_s(pipe))
     start, end = max(taken[0] for taken in times), min(taken[-1] for taken in times)
     rates = [_rate([at for at in taken if start <= at <= end]) for taken in times]

@@ -149,12 +149,13 @@ def plot(report: Report, file: str) -> None:
 
 
 def _draw_lines(panel: Any, rows: Sequence[Row]) -> None:
-    for what, peer in dict.fromkeys((row.what, row.peer) for row in rows):
-        of_line = [row for row in rows if (row.what, row.peer) == (what, peer)]
-        at = [row.at for row in of_line]
-        [line] = panel.plot(at, [row.value for row in of_line], marker="o", label=what)
-        if peer:
-            panel.plot(at, [row.peer_value for row in of_line], "--", color=line.get_color(), label=f"{what}: {peer}")
+    for what in dict.fromkeys(row.what for row in rows):
+        of_line = [row for row in rows if row.what == what]
+        values = {row.at: row.value for row in of_line}
+        [line] = panel.plot(list(values), list(values.values()), marker="o", label=what)
+        for peer in dict.fromkeys(row.peer for row in of_line if row.peer):
+            peers = {row.at: row.peer_value for row in of_line if row.peer == peer}
+            panel.plot(list(peers), list(peers.values()), "--.", color=line.get_color(), alpha=0.6, label=f"{what}: {peer}")
     panel.set_ylim(bottom=0)
     panel.legend(fontsize="small")
 
@@ -166,8 +167,10 @@ def _draw_bars(panel: Any, rows: Sequence[Row]) -> None:
         bars[name] = row.value, "C0"
         if row.peer_value is not None:
             bars[f"{name}: {row.peer}"] = row.peer_value, "C7"
-    drawn = panel.barh(list(bars), [value for value, _ in bars.values()], color=[color for _, color in bars.values()])
-    panel.bar_label(drawn, fmt="%.3g", padding=3)
+    values, colors = zip(*bars.values(), strict=True)
+    drawn = panel.barh(list(bars), values, color=colors)
+    panel.bar_label(drawn, [_number(value) for value in values], padding=3)
+    panel.margins(x=0.2)
     panel.invert_yaxis()
 
 

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from _report import Report, parser
+
 from memra_pp.admission import Admission, Admit, CostModel, Device, Ledger, Request, SessionShape
 from memra_pp.cache import KvPolicy
 from memra_pp.config import ModelConfig
@@ -20,6 +22,7 @@ from memra_pp.config import ModelConfig
 CONFIG = Path(__file__).parents[1] / "tests" / "data" / "configs" / "step3p5-flash.json"
 STAGES, MOST_CTX, ASKED, ROUNDS = 8, 9000, 1000, 40
 LIVE = (10, 100, 1000, 10_000)
+FLOOR = "eight additions"
 
 
 class Busy:
@@ -80,22 +83,26 @@ def additions() -> float:
 
 
 def main() -> None:
-    """Takes turns and prints the table."""
+    args = parser(__doc__).parse_args()
+    sizes, rounds = (LIVE[:2], 3) if args.quick else (LIVE, ROUNDS)
     cfg = ModelConfig.from_hf(CONFIG)
-    busy = {live: Busy(cfg, live) for live in LIVE}
-    rows: dict[str, Callable[[], float]] = {"eight additions (floor)": additions}
-    rows |= {f"decide, {live} live": desk.decide for live, desk in busy.items()}
-    rows |= {f"release and decide, {live} live": desk.turn_over for live, desk in busy.items()}
-    best = dict.fromkeys(rows, float("inf"))
+    busy = {live: Busy(cfg, live) for live in sizes}
+    measures: dict[tuple[str, int], Callable[[], float]] = {(FLOOR, 0): additions}
+    measures |= {("decide", live): desk.decide for live, desk in busy.items()}
+    measures |= {("release and decide", live): desk.turn_over for live, desk in busy.items()}
+    best = dict.fromkeys(measures, float("inf"))
     gc.freeze()
-    for _ in range(ROUNDS):
-        for name, measure in rows.items():
-            best[name] = min(best[name], measure())
-    for name, seconds in best.items():
-        print(f"  {name:<32} {seconds * 1e6:7.1f} us  {1 / seconds:9,.0f} a second")
+    for _ in range(rounds):
+        for key, measure in measures.items():
+            best[key] = min(best[key], measure())
+    floor = 1e6 * best.pop((FLOOR, 0))
+    report = Report(f"admission on {STAGES} stages", axis="live")
+    for (what, live), seconds in best.items():
+        report.add(what, 1e6 * seconds, "us", at=live, peer=FLOOR, peer_value=floor)
     for what in ("decide", "release and decide"):
-        few, many = (best[f"{what}, {live} live"] for live in (LIVE[0], LIVE[-1]))
-        print(f"  {what}: {LIVE[-1]} live take {many / few:.2f}x of {LIVE[0]}")
+        few, many = (1e6 * best[what, live] for live in (sizes[0], sizes[-1]))
+        report.add(what, many, "us", at=sizes[-1], peer=f"{sizes[0]} live", peer_value=few)
+    report.give_out(args)
 
 
 if __name__ == "__main__":

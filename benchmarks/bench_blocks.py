@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib.metadata
-import sys
 from collections.abc import Callable
 from functools import partial
 
 import numpy as np
+from _report import Report, parser
 from _timing import medians, one_thread_process
 
 from memra_pp.cache.formats import BLOCK_BYTES
@@ -42,13 +42,15 @@ def peer(library: ctypes.CDLL, name: str, source: np.ndarray, target: np.ndarray
 
 def main() -> None:
     one_thread_process()
+    options = parser(__doc__)
+    options.add_argument("mib", type=int, nargs="?", default=MIB, help=f"of f32 (default: {MIB})")
+    args = options.parse_args()
     library = ggml()
-    elements = int(sys.argv[1] if len(sys.argv) > 1 else MIB) << 18
+    elements = (1 if args.quick else args.mib) << 18
     x = aligned_empty(elements)
     np.random.default_rng(0).standard_normal(dtype=np.float32, out=x)
     copy, back = aligned_empty(elements), aligned_empty(elements)
-    print(f"backend {blocks.backend()}; GB/s of f32, {x.nbytes >> 20} MiB, one thread")
-    print("format    copy  quantize  x copy   ggml  x ggml   dequantize   ggml  x ggml")
+    report = Report(f"GB/s of f32, {x.nbytes >> 20} MiB, one thread, backend {blocks.backend()}")
     for fmt in ("q8_0", "q5_1", "q4_0", "fp8"):
         packed = np.empty(elements // 32 * BLOCK_BYTES[fmt], np.uint8)
         theirs = np.empty_like(packed)
@@ -56,18 +58,19 @@ def main() -> None:
         packing = partial(blocks.quantize_into, fmt, x, packed)
         reading = partial(blocks.dequantize_into, fmt, packed, back)
         copied, packed_at, read_at = rates(elements, copying, packing, reading)
-        line = f"{fmt:6} {copied:7.1f} {packed_at:9.1f} {packed_at / copied:7.2f}"
+        report.add(f"quantise {fmt}", packed_at, "GB/s", peer="copy", peer_value=copied)
         if fmt != "fp8":
             quantiser = peer(library, f"quantize_row_{fmt}_ref", x, theirs, elements)
             ours, ggml_packed_at = rates(elements, packing, quantiser)
-            assert np.array_equal(packed, theirs), f"{fmt}: bytes differ from ggml's"
-            line += f" {ggml_packed_at:6.1f} {ours / ggml_packed_at:7.2f}"
+            if not np.array_equal(packed, theirs):
+                raise SystemExit(f"{fmt}: bytes differ from ggml's")
+            report.add(f"quantise {fmt}", ours, "GB/s", peer="ggml", peer_value=ggml_packed_at)
+        report.add(f"dequantise {fmt}", read_at, "GB/s", peer="copy", peer_value=copied)
+        if fmt != "fp8":
             dequantiser = peer(library, f"dequantize_row_{fmt}", packed, back, elements)
             ours, ggml_read_at = rates(elements, reading, dequantiser)
-            line += f" {ours:12.1f} {ggml_read_at:6.1f} {ours / ggml_read_at:7.2f}"
-        else:
-            line += f" {'-':>6} {'-':>7} {read_at:12.1f} {'-':>6} {'-':>7}"
-        print(line, flush=True)
+            report.add(f"dequantise {fmt}", ours, "GB/s", peer="ggml", peer_value=ggml_read_at)
+    report.give_out(args)
 
 
 def rates(elements: int, *calls: Callable[[], object]) -> list[float]:

@@ -1,7 +1,7 @@
 """A snapshot, and a decode step that carries a rollback, on 8 stages: told to all, with all their acks back.
 
-Beside it `ray.get` of a call of each of 8 actors, and the floor: a message of 64 bytes through 8 Python processes over bare Unix
-sockets. Medians in microseconds, taken in turns.
+Beside it `ray.get` of a call of each of 8 actors, and the floor: a message of 64 bytes through 8 Python processes over bare
+Unix sockets. Medians in microseconds, taken in turns.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The pipeline alone: 1 to 8 stages that sleep for about 5 ms instead of computing, and as many sessions as stages.
 
-Each stage measures its own sleeps and writes them into the rows that pass, so that every step comes back with what it slept where.
-Steps a second are beside what the sleeps of the slowest stage alone allow; a step's time, with one session, beside the sum of its
+Each stage measures its own sleeps and writes them into the rows that pass, so that a step comes back with what it slept where.
+Steps a second are beside what the sleeps of the slowest stage allow; a step's time, with one session, beside the sum of its
 sleeps and 0.3 ms a stage.
 """
 

@@ -1,8 +1,8 @@
 """Prompt lookup beside plain decoding: Gemma-3-270M over two Ray stages, the same texts in turn.
 
-For each prompt: tokens a second of both, their ratio, rounds, drafts and acceptance, and what acceptance allows: the tokens
-over the sum of t(1 + drafts) of the rounds, with t(rows) measured in the same run. The last two are sampled, so that there
-is little or nothing to look up: there speculation can only cost.
+For each prompt: tokens a second, beside plain decoding and beside what acceptance allows: the tokens over the sum of
+t(1 + drafts) of the rounds, with t(rows) measured in the same run; and how many drafts were accepted. The last two prompts are
+sampled, so that there is little or nothing to look up: there speculation can only cost.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
+
+from _report import Report, parser, say
 
 import memra_pp
 from memra_pp.cache import KvPolicy
@@ -79,15 +81,16 @@ def run(
 
 
 def main() -> None:
-    """Takes turns and prints a line a prompt."""
-    with memra_pp.launch(demo_weights(), stages=2, policy=KvPolicy()) as pipe:
+    args = parser(__doc__).parse_args()
+    prompts = {"table": PROMPTS["table"]} if args.quick else PROMPTS
+    report = Report(f"Gemma-3-270M, prompt lookup, k = {K}, two Ray stages")
+    with memra_pp.launch(demo_weights(), stages=2, threads=1, policy=KvPolicy()) as pipe:
         encode = pipe.tokenizer.encode
         seconds = step_seconds(pipe, encode(CODE))
-        print("  t(rows) ms: " + ", ".join(f"{rows}: {taken * 1e3:.0f}" for rows, taken in seconds.items()))
-        print("  prompt    plain drafts  ratio  rounds  drafted  accepted  allowed  of it")
-        for name, (text, sampling) in PROMPTS.items():
+        for name, (text, sampling) in prompts.items():
+            say(name)
             plain, ours, allowed = [], [], []
-            for _ in range(TURNS):
+            for _ in range(1 if args.quick else TURNS):
                 expected, rate = run(pipe, encode(text), sampling, None)
                 plain.append(rate)
                 before = pipe.stats()
@@ -100,11 +103,13 @@ def main() -> None:
                 done = {key: after[key] - before[key] for key in ("rounds", "drafted", "accepted")}
                 drafter.drafts[0] += done["rounds"] - sum(drafter.drafts.values())
                 allowed.append((TOKENS - 1) / sum(n * seconds[1 + k] for k, n in drafter.drafts.items()))
-            rates = [statistics.median(values) for values in (plain, ours, allowed)]
-            print(
-                f"  {name:8} {rates[0]:6.1f} {rates[1]:6.1f} {rates[1] / rates[0]:6.2f} {done['rounds']:7} {done['drafted']:8} "
-                f"{done['accepted'] / max(1, done['drafted']):9.0%} {rates[2]:8.1f} {rates[1] / rates[2]:6.2f}"
-            )
+            rate, without, most = (statistics.median(values) for values in (ours, plain, allowed))
+            report.add(name, rate, "tok/s", peer="plain decoding", peer_value=without)
+            report.add(name, rate, "tok/s", peer="what acceptance allows", peer_value=most)
+            report.add(f"{name}: drafts accepted", done["accepted"], "", peer="drafted", peer_value=done["drafted"])
+    for rows, taken in seconds.items():
+        report.add(f"a step of {rows} rows", 1e3 * taken, "ms", peer="1 row", peer_value=1e3 * seconds[1])
+    report.give_out(args)
 
 
 if __name__ == "__main__":

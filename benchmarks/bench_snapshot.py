@@ -1,12 +1,13 @@
 """Snapshot and rollback of a stage's recurrent state, beside `np.copyto` of the same bytes twice.
 
-The stage is 16 layers of Qwen3.5-27B, 12 of them recurrent. Prints medians of interleaved pairs, their ratio, and what the
-device allocated over all rounds after the first.
+The stage is 16 layers of Qwen3.5-27B, 12 of them recurrent. Medians of interleaved pairs, and how often the device allocated
+anything in all rounds after the first.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from _report import Report, parser
 from _timing import medians
 
 from memra_pp.cache import Cache, KvPolicy, cache_snapshot_bytes_for_layers
@@ -19,7 +20,7 @@ ATTENTION = KvPlan(n_head_kv=4, head_dim_k=256, head_dim_v=256)
 
 
 def main() -> None:
-    """Takes turns and prints the table."""
+    args = parser(__doc__).parse_args()
     plans = tuple(ATTENTION if (il + 1) % EVERY == 0 else DELTA_NET for il in range(LAYERS))
     cfg = ModelConfig("qwen3_5", LAYERS, 5120, 248320, 4096, plans)
     size = cache_snapshot_bytes_for_layers(cfg, 0, LAYERS)
@@ -36,12 +37,12 @@ def main() -> None:
             np.copyto(there, source)
             np.copyto(back, there)
 
-        ours, theirs = medians(round_trip, copies, rounds=ROUNDS)
-        print(f"  {size / 1e6:.1f} MB of state, {ROUNDS} interleaved pairs")
-        print(f"  snapshot + rollback  {ours * 1e3:6.2f} ms")
-        print(f"  np.copyto, twice     {theirs * 1e3:6.2f} ms")
-        print(f"  ratio {ours / theirs:.3f}")
-        print(f"  allocations after the first round: {device.allocations - allocated}")
+        ours, theirs = medians(round_trip, copies, rounds=5 if args.quick else ROUNDS)
+        allocations = device.allocations - allocated
+    report = Report(f"{size / 1e6:.1f} MB of state")
+    report.add("snapshot and rollback", 1e3 * ours, "ms", peer="np.copyto, twice", peer_value=1e3 * theirs)
+    report.add("allocations after the first round", allocations, "", at_most=0)
+    report.give_out(args)
 
 
 if __name__ == "__main__":

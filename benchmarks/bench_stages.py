@@ -1,21 +1,20 @@
 """More stages, one thread each: tokens a second of decodes and of prefills, beside one stage with one thread.
 
-Of an even model with a small vocabulary, cut evenly, and of Gemma-3-270M, cut for each kind of work by its measured times. What
-N stages may reach is the sum of the stages' times over the longest, each measured while no other stage runs, in turns with the
-rest. `S sessions` are spread over N steps on their way; one stage is given as many rows a step, S / N sessions, and then as many
-sessions. Medians of turns.
+Of an even model with a small vocabulary, cut evenly, and of Gemma-3-270M, cut for each kind of work by its measured times.
+What N stages may reach is the sum of the stages' times over the longest, each measured while no other stage runs, in turns with
+the rest. S sessions are spread over N steps on their way; one stage is given as many rows a step, S / N sessions, and then as
+many sessions. Medians of turns.
 """
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from _model import EVEN, QUICK, even_model
 from _peers import ray_of
@@ -31,6 +30,15 @@ ROUNDS, TOKENS = 5, 32
 PROMPTS, PROMPT, PREFILLING = 8, 512, 4
 EVEN_SPEEDUP, OF_POSSIBLE = 1.8, 0.9
 """Of two stages: over one stage on the even model, and over what its stages' times allow on Gemma."""
+
+
+class Work(NamedTuple):
+    """What is measured: of all sessions, and of as many as make up one step of theirs."""
+
+    what: str
+    kind: str
+    all: Callable[[memra_pp.Pipeline], Rate]
+    one_step: Callable[[memra_pp.Pipeline], Rate]
 
 
 @dataclass(frozen=True)
@@ -75,27 +83,27 @@ def measure(report: Report, name: str, path: Path, stages: int, balance: Any, ar
         return prefill_rate(pipe, prompts, PROMPT, PREFILLING)
 
     with memra_pp.launch(path, stages=1, threads=1) as one, cut(path, stages, balance) as made:
-        works = {f"decode, {sessions} sessions": ("decode", sessions) for sessions in args.sessions}
-        works["prefill"] = ("prefill", PREFILLING)
-        found: dict[str, list[tuple[Rate, ...]]] = defaultdict(list)
+        works = [Work(f"decode, {s} sessions", "decode", decoding(s), decoding(s // stages)) for s in args.sessions]
+        works.append(Work("prefill", "prefill", prefilling, prefilling))
+        found: dict[Work, list[tuple[Rate, Rate, Rate]]] = {work: [] for work in works}
+        same: dict[Work, list[float]] = {work: [] for work in works}
         for turn in range(turns):
             say(f"{name}, {stages} stages: turn {turn + 1} of {turns}")
-            for work, (kind, sessions) in works.items():
-                all_rows = decoding(sessions) if kind == "decode" else prefilling
-                rows_of_a_step = decoding(sessions // stages) if kind == "decode" else prefilling
-                over_ray, alone = made.over_ray[kind], made.alone[kind]
-                found[work].append((all_rows(over_ray), rows_of_a_step(one), all_rows(one), rows_of_a_step(alone)))
+            for work in works:
+                over_ray, alone = made.over_ray[work.kind], made.alone[work.kind]
+                found[work].append((work.all(over_ray), work.one_step(one), work.one_step(alone)))
+                if work.kind == "decode":
+                    same[work].append(work.all(one).per_s)
     for work, rates in found.items():
-        ours, like, same = (statistics.median(rate.per_s for rate in column) for column in list(zip(*rates, strict=True))[:3])
+        ours, like = (statistics.median(rate.per_s for rate in column) for column in [*zip(*rates, strict=True)][:2])
         most = statistics.median(possible(alone.busy_s) for *_, alone in rates)
-        what, row = f"{name}: {work}", {"at": stages}
-        if balance == "even":
-            target = {"at_least": EVEN_SPEEDUP if stages == 2 else None}
-            report.add(what, ours, "tok/s", peer="1 stage, rows of a step alike", peer_value=like, **row, **target)
-        target = {"at_least": OF_POSSIBLE if stages == 2 and balance != "even" else None}
-        report.add(what, ours, "tok/s", peer=f"1 stage x {most:.2f} possible", peer_value=like * most, **row, **target)
-        if work != "prefill":
-            report.add(what, ours, "tok/s", peer="1 stage, as many sessions", peer_value=same, **row)
+        speedup = EVEN_SPEEDUP if stages == 2 and balance == "even" else None
+        of_possible = OF_POSSIBLE if stages == 2 and balance != "even" else None
+        peers = [("1 stage, rows of a step alike", like, speedup), (f"1 stage x {most:.2f} possible", like * most, of_possible)]
+        if same[work]:
+            peers.append(("1 stage, as many sessions", statistics.median(same[work]), None))
+        for peer, value, target in peers:
+            report.add(f"{name}: {work.what}", ours, "tok/s", at=stages, peer=peer, peer_value=value, at_least=target)
 
 
 def main() -> None:

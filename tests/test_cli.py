@@ -41,9 +41,11 @@ def test_json_report(gemma: Path) -> None:
     assert len(report["tokens"]) == 6
     assert report["kv"] == ["q8_0/q5_1"]
     assert [s["layers"] for s in report["stages"]] == [[0, 9], [9, 18]]
+    assert "hops" not in report
     for stage in report["stages"]:
         assert stage["planned_bytes"] == stage["allocated_bytes"] > 0
         assert stage["rows"] == report["prompt_tokens"] + 5
+        assert stage["busy_s"] > 0 and stage["wait_in_s"] > 0 and stage["wait_out_s"] == 0 and 0 < stage["bubble"] < 1
 
 
 def test_text_and_table(gemma: Path) -> None:
@@ -56,6 +58,44 @@ def test_text_and_table(gemma: Path) -> None:
     table = [line.split() for line in lines if line.strip()[:1].isdigit()]
     assert [row[1] for row in table[:3]] == ["0-3", "4-9", "10-17"]
     assert "tok/s" in lines[-1]
+    assert all(column in done.stdout for column in ("busy s", "wait in s", "wait out s", "bubble %"))
+    assert "p99 us" not in done.stdout
+
+
+@pytest.mark.parametrize("backend", ["local", "ray"])
+def test_a_trace_has_every_frame_on_every_stage(gemma: Path, tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("what was there before is overwritten")
+    done = run("run", str(gemma), "--prompt", "Hello", "--stages", "2", "--max-new", "4", "--backend", backend, "--json",
+               "--trace", str(path))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    report, trace = json.loads(done.stdout), json.loads(path.read_text())
+    assert report["hops"] == trace["otherData"]["hops"]
+    assert [(hop["from"], hop["to"]) for hop in report["hops"]] == [
+        ("driver", "stage 0"), ("stage 0", "stage 1"), ("stage 1", "driver"),
+    ]  # fmt: skip
+    computed: dict[int, list[dict[str, int]]] = {1: [], 2: []}
+    for event in trace["traceEvents"]:
+        if event["ph"] == "X" and event["name"] == "compute":
+            computed[event["pid"]].append(event["args"])
+    steps = [args for args in computed[1] if args["rows"]]
+    assert computed[1] == computed[2] and sum(args["rows"] for args in steps) == report["prompt_tokens"] + 3
+    assert all(hop["frames"] >= report["traversals"] and hop["median_us"] > 0 for hop in report["hops"])
+
+
+def test_the_table_of_a_traced_run_has_the_hops(gemma: Path, tmp_path: Path) -> None:
+    done = run("run", str(gemma), "--prompt", "Hello", "--stages", "2", "--max-new", "2", "--backend", "local",
+               "--trace", str(tmp_path / "out.json"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "p99 us" in done.stdout and "stage 0 to stage 1" in done.stdout
+
+
+def test_a_trace_that_cannot_be_written_is_one_line_before_anything_starts(gemma: Path, tmp_path: Path) -> None:
+    for path, why in ((tmp_path / "none" / "out.json", "No such file"), (tmp_path, "directory")):
+        said = error_of("run", str(gemma), "--prompt", "Hello", "--trace", str(path))
+        assert f"--trace {path} cannot be written" in said and why in said
+    assert "no such model" in error_of("run", "nowhere", "--prompt", "Hello", "--trace", str(tmp_path / "out.json"))
+    assert not (tmp_path / "out.json").exists()
 
 
 @pytest.mark.parametrize(

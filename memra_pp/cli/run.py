@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
 def _generate(
     pipe: Pipeline, tokenizer: Tokenizer, ids: list[int], draft: Draft | None, args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Streams the text (unless `--json`) and returns the report, taken while the session is open, and the trace if asked for."""
+    """Streams the text (unless `--json`); the report, taken while the session is open, and the trace if one was asked for."""
     stream, text, tokens = tokenizer.stream(), "", []
     greedy = SamplingParams(temperature=0, eos_ids=tuple(tokenizer.eos_ids))
     if not args.json:

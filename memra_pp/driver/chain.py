@@ -76,6 +76,15 @@ class Chain(ABC):
         """Each stage's counters and bytes (`StageWorker.stats`)."""
 
     @abstractmethod
+    def trace_start(self) -> None:
+        """Has every stage keep what becomes of frames from now on."""
+
+    @abstractmethod
+    def trace(self) -> tuple[list[bytes], list[int]]:
+        """What each stage has kept since, as `Spans.take` gives it, and how far its clock is ahead of this process's, in
+        nanoseconds; no more is kept."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends every stage and what was started for it; closing twice is fine."""
 
@@ -123,6 +132,15 @@ class LocalChain(Chain):
     def stats(self) -> list[dict[str, Any]]:
         self._require_open()
         return [worker.stats() for worker in self._workers]
+
+    def trace_start(self) -> None:
+        self._require_open()
+        for worker in self._workers:
+            worker.spans.trace()
+
+    def trace(self) -> tuple[list[bytes], list[int]]:
+        self._require_open()
+        return [worker.spans.take() for worker in self._workers], [0] * self.stages
 
     def close(self) -> None:
         self.fail(StageError("this pipeline is closed: launch it again"))

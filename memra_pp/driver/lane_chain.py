@@ -15,7 +15,7 @@ from typing import Any
 
 from ..admission import Device
 from ..errors import FrameError, LaneError, StageError
-from ..stage.frames import STATS, Frame
+from ..stage.frames import SPANS, STATS, TRACE, Frame
 from ..stage.lanes import Lane
 from ..stage.spec import StageSpec
 from .chain import Chain
@@ -92,6 +92,14 @@ class LaneChain(Chain):
     def stats(self) -> list[dict[str, Any]]:
         self._require_alive()
         return self._heart.ask(STATS, STATS_S)
+
+    def trace_start(self) -> None:
+        self._require_alive()
+        self._heart.ask(TRACE, STATS_S)
+
+    def trace(self) -> tuple[list[bytes], list[int]]:
+        self._require_alive()
+        return self._heart.ask(SPANS, STATS_S), self._heart.clock_offsets(STATS_S)
 
     def close(self) -> None:
         if self._closed:

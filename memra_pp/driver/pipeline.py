@@ -35,6 +35,7 @@ from .sampling import SamplingParams
 from .scheduler import Scheduler
 from .session import Session
 from .tokens import checked_prompt
+from .trace import chrome_trace
 from .waits import run, run_async
 from .work import Steps
 
@@ -72,6 +73,7 @@ class Pipeline:
         self.step_timeout = step_timeout
         self.chain = chain
         self._model = model
+        self._names = [str(spec) for spec in specs]
         self._cut = cut
         self._door = Door(admission)
         self.scheduler = Scheduler(chain, Batcher(chain.overlap, prefill_chunk, MAX_BODY_BYTES // 2))
@@ -278,6 +280,25 @@ class Pipeline:
             "stages": [{**stage, "planned_bytes": n} for stage, n in zip(stages, planned, strict=True)],
             **books,
         }
+
+    def trace_start(self) -> None:
+        """Has every stage keep what becomes of each frame from now on, the last `MAX_SPANS` spans.
+
+        Raises:
+            StageError: the pipeline is closed, or a stage does not answer.
+        """
+        self.chain.trace_start()
+        self.scheduler.spans.trace()
+
+    def trace(self) -> dict[str, Any]:
+        """What stages and driver have kept since `trace_start`, on one clock, in Chrome's trace format (`chrome_trace`): write
+        it with `json.dump`, and open it in Perfetto. No more is kept then.
+
+        Raises:
+            StageError: the pipeline is closed, or a stage does not answer.
+        """
+        stages, offsets = self.chain.trace()
+        return chrome_trace(self._names, stages, offsets, self.scheduler.spans.take())
 
     def close(self) -> None:
         """Ends every session and stage; closing twice is fine."""

@@ -16,6 +16,7 @@ from ..admission.outcome import Outcome
 from ..errors import FrameError, InputError, StageError
 from ..models.protocol import Array
 from ..stage.frames import Entry, Frame, Note
+from ..stage.spans import RECV, SEND, Spans
 from .batcher import Batcher
 from .chain import Chain
 from .work import Reply, Work, replies
@@ -37,7 +38,8 @@ class _Flight(NamedTuple):
 class Scheduler:
     """Takes entries from any thread, and tells each what came back.
 
-    Once the chain has failed, or the scheduler was closed, every entry is told so.
+    Once the chain has failed, or the scheduler was closed, every entry is told so. `spans` keeps its sends and receives for a
+    trace.
     """
 
     def __init__(self, chain: Chain, batcher: Batcher) -> None:
@@ -45,6 +47,7 @@ class Scheduler:
         self._inbox: deque[Work] = deque()
         self._flying: dict[int, _Flight] = {}
         self._ids = itertools.count(1)
+        self.spans = Spans(chain.stages)
         self._stopping = False
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="memra-scheduler", daemon=True)
@@ -125,6 +128,8 @@ class Scheduler:
             self._send(batch)
         frame = self._chain.recv(self._patience(now))
         if frame is not None:
+            if self.spans.tracing:
+                self.spans.keep(frame, RECV, now, time.monotonic())
             self._hand_out(frame)
         else:
             self._require_punctual()
@@ -135,8 +140,11 @@ class Scheduler:
         frame = Frame(next(self._ids), [work.entry for work in works], arrays, notes)
         timeout = min(work.timeout for work in works)
         self._flying[frame.id] = _Flight(works, timeout, time.monotonic() + timeout)
+        began = time.monotonic()
         try:
             self._chain.send(frame)
+            if self.spans.tracing:
+                self.spans.keep(frame, SEND, began, time.monotonic())
         except FrameError as error:
             del self._flying[frame.id]
             self._batcher.back(works, 0.0, time.monotonic())

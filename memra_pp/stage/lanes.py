@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Sequence
-from socket import MSG_DONTWAIT, SO_RCVTIMEO, SO_SNDTIMEO, SOL_SOCKET
+from socket import MSG_DONTWAIT, SO_RCVTIMEO, SO_SNDBUF, SO_SNDTIMEO, SOL_SOCKET
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,10 @@ MAX_PENDING_HANDSHAKES = 16
 KEY_BYTES = 32
 STALL_S = 5.0
 """A frame that has begun to arrive and then stays silent for this long breaks its lane."""
+
+BUFFER_BYTES = 1 << 16
+UNIX_BUFFER_BYTES = 1 << 20
+"""Some rows of a prefill: a sender hands over more at a time, and the two take turns less often."""
 
 _NONCE = 32
 _DIGEST = 32
@@ -44,7 +48,7 @@ class Lane:
     def __init__(self, sock: socket.socket, peer: str) -> None:
         self._sock = sock
         self.peer = peer
-        self._buffer, self._spare = memoryview(bytearray(1 << 16)), memoryview(bytearray(1 << 16))
+        self._buffer, self._spare = memoryview(bytearray(BUFFER_BYTES)), memoryview(b"")
         self._whole = (self._buffer,)
         self._arrived: list[int] = []
         self._used = 0
@@ -143,8 +147,8 @@ class Lane:
         if not any(np.may_share_memory(a, self._buffer) for a in frame.arrays):
             return
         rest = sum(self._arrived) - self._used
-        if rest > len(self._spare):
-            self._spare = memoryview(bytearray(rest))
+        if len(self._spare) < max(rest, BUFFER_BYTES):
+            self._spare = memoryview(bytearray(max(rest, BUFFER_BYTES)))
         self._spare[:rest] = self._buffer[self._used : self._used + rest]
         self._buffer, self._spare = self._spare, self._buffer
         self._whole = (self._buffer,)
@@ -391,5 +395,8 @@ def _tcp_address(sock: socket.socket) -> str:
 
 
 def _tune(sock: socket.socket) -> None:
+    """TCP sizes its buffers itself; a Unix socket keeps the size it has been given, as far as the system allows."""
     if sock.family == socket.AF_INET:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    else:
+        sock.setsockopt(SOL_SOCKET, SO_SNDBUF, UNIX_BUFFER_BYTES)

@@ -85,7 +85,8 @@ class Spans:
     def take(self) -> bytes:
         """The spans kept, each the `FIELDS` in i64; no more of them are kept."""
         self.tracing = False
-        spans = np.array(list(self._kept), np.float64).reshape(-1, len(FIELDS))
+        kept, self._kept = self._kept, deque(maxlen=MAX_SPANS)
+        spans = np.array(list(kept), np.float64).reshape(-1, len(FIELDS))
         spans[:, 2:4] *= 1e9
         return spans.astype(np.int64).tobytes()
 

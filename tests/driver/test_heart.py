@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from queue import Queue
 
 import msgpack
@@ -20,7 +21,7 @@ import pytest
 from memra_pp.driver import heart as heart_module
 from memra_pp.driver.heart import Heart
 from memra_pp.errors import LaneError, StageError
-from memra_pp.stage.frames import ALIGN, GENERAL, PING, PREFIX, STATS, STOP, Entry, Frame
+from memra_pp.stage.frames import ALIGN, CLOCK, GENERAL, PING, PREFIX, STATS, STOP, Entry, Frame
 from memra_pp.stage.lanes import Lane
 
 WAIT_S = 20.0
@@ -139,6 +140,57 @@ def test_a_question_that_is_not_answered_in_time_names_who_did_not(deaths):
         with pytest.raises(StageError, match=r"no answer to ping within 1 s from stage 1$"):
             heart.ask(PING, 0.6)
         assert not heart._asked and not heart._answers
+
+
+def test_stages_of_this_machine_have_this_clock(children, deaths):
+    with beating(children.lanes, told(deaths)) as heart:
+        assert heart.clock_offsets(WAIT_S) == [0, 0, 0]
+        assert not heart._asked and not heart._answers
+
+
+def clocked(ahead, of="elsewhere"):
+    """A stage of another machine, whose clock is ahead."""
+
+    def play(lane, frame):
+        clock = {"ns": time.monotonic_ns() + ahead, "of": of}
+        lane.send(Frame(frame.id, frame.entries, notes={0: {"answer": clock}}), WAIT_S)
+
+    return play
+
+
+@pytest.mark.parametrize("of", ["elsewhere", None])
+def test_the_clock_of_another_machine_is_told_by_its_answer(deaths, of):
+    ahead = [10**15, -(10**15), 0]
+    with stages_in_threads(*(clocked(ns, of) for ns in ahead)) as lanes, beating(lanes, told(deaths)) as heart:
+        began = time.monotonic_ns()
+        offsets = heart.clock_offsets(WAIT_S)
+        took = time.monotonic_ns() - began
+    assert all(abs(offset - ns) < took / heart_module.CLOCK_ROUNDS for offset, ns in zip(offsets, ahead, strict=True))
+
+
+def test_of_several_answers_the_quickest_tells_the_clock(deaths, monkeypatch):
+    """The others are held back, each for as long as the clock of a stage would then seem to be ahead, twice."""
+    monkeypatch.setattr(heart_module, "CLOCK_ROUNDS", 3)
+    calls, late = itertools.count(), 400_000_000
+
+    def play(lane, frame):
+        due = time.monotonic_ns() + (late if frame.entries[0].op == CLOCK and next(calls) != 1 else 0)
+        while (now := time.monotonic_ns()) < due:
+            pass
+        lane.send(Frame(frame.id, frame.entries, notes={0: {"answer": {"ns": now, "of": "elsewhere"}}}), WAIT_S)
+
+    with stages_in_threads(play) as lanes, beating(lanes, told(deaths)) as heart:
+        assert abs(heart.clock_offsets(WAIT_S)[0]) < late / 2
+
+
+@pytest.mark.parametrize("answer", [None, 7, "now", [], {}, {"ns": 1.0}, {"ns": True}, {"ns": None, "of": "here"}], ids=str)
+def test_what_is_no_clock_is_an_error_that_names_the_stage(answer, deaths):
+    with (
+        stages_in_threads(noted({0: {"answer": answer}})) as lanes,
+        beating(lanes, told(deaths)) as heart,
+        pytest.raises(StageError, match=r"stage 0 gave .* for its clock"),
+    ):
+        heart.clock_offsets(WAIT_S)
 
 
 @contextlib.contextmanager
@@ -263,6 +315,9 @@ class Capture:
 
     def __init__(self, buffers):
         self.buffers = buffers
+
+    def send(self, buffer, flags):
+        return self.sendmsg([buffer], (), flags)
 
     def sendmsg(self, buffers, ancillary, flags):
         self.buffers += [bytes(b) for b in buffers]

@@ -20,6 +20,7 @@ from memra_pp.stage.frames import (
     MAX_BODY_BYTES,
     MAX_HEAD_BYTES,
     MAX_NOTE_LIST,
+    MAX_SLOWEST,
     OPEN,
     OPS,
     PLAIN,
@@ -101,7 +102,8 @@ def arrays(draw):
 
 @st.composite
 def plain_frames(draw):
-    return Frame(draw(IDS), [draw(ENTRIES)], [draw(arrays())], {}, draw(st.integers(0, 2**32 - 1)))
+    held = draw(st.lists(arrays(), max_size=1))
+    return Frame(draw(IDS), [draw(ENTRIES)], held, {}, draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, MAX_SLOWEST)))
 
 
 @st.composite
@@ -109,7 +111,7 @@ def general_frames(draw):
     entries = draw(st.lists(ENTRIES, max_size=4))
     notes = st.dictionaries(st.integers(0, len(entries) - 1), NOTES) if entries else st.just({})
     held = draw(st.lists(arrays(), max_size=4))
-    return Frame(draw(IDS), entries, held, draw(notes), draw(st.integers(0, 2**32 - 1)))
+    return Frame(draw(IDS), entries, held, draw(notes), draw(st.integers(0, 2**32 - 1)), draw(st.integers(0, MAX_SLOWEST)))
 
 
 def frames():
@@ -131,7 +133,15 @@ def plain_sample():
     return Frame(9, [Entry(STEP, 3, 4, 1, 17, 2, 1, 1)], [np.arange(48, dtype=np.float32).reshape(2, 24)], {}, 2)
 
 
-SAMPLES = [pytest.param(plain_sample(), id="plain"), pytest.param(sample(), id="general")]
+def bare_sample():
+    return Frame(9, [Entry(STEP, 3, 4, 1, 17, snapshot=1)], [], {}, 2, 1234)
+
+
+SAMPLES = [
+    pytest.param(plain_sample(), id="plain"),
+    pytest.param(bare_sample(), id="plain, no array"),
+    pytest.param(sample(), id="general"),
+]
 
 
 def same(a, b):
@@ -139,7 +149,8 @@ def same(a, b):
         x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
         for x, y in zip(a.arrays, b.arrays, strict=True)
     ]
-    return (a.id, a.entries, a.notes, a.hops) == (b.id, b.entries, b.notes, b.hops) and all(alike)
+    heads = [(one.id, one.entries, one.notes, one.hops, one.slowest) for one in (a, b)]
+    return heads[0] == heads[1] and all(alike)
 
 
 @given(frames())
@@ -168,9 +179,11 @@ def test_what_has_come_behind_a_frame_is_not_touched(frame, data):
     assert size == len(sent) and same(back, frame)
 
 
-def test_one_entry_with_one_array_and_nothing_to_say_has_the_plain_head():
+def test_one_entry_with_an_array_or_none_and_nothing_to_say_has_the_plain_head():
     a = np.zeros((1, 16), np.float32)
-    assert len(encoded(Frame(1, [Entry(STEP, 1, 1, 1, 0, 1)], [a]))) == HEAD + a.nbytes
+    for held, size in ([a], HEAD + a.nbytes), ([], HEAD):
+        data = encoded(Frame(1, [Entry(STEP, 1, 1, 1, 0, 1)], held))
+        assert data[:4] == struct.pack("<I", PLAIN) and len(data) == size
     assert encoded(Frame(1, [Entry(STEP, 1, 1, 1, 0, 1)], [a], {0: {}}))[:4] == struct.pack("<I", GENERAL)
 
 
@@ -219,6 +232,7 @@ UNPACKABLE = [
       for at in range(FIELDS_OF_ENTRY) for wrong in (None, "1", 1.0, [], {}, 2**63, -(2**63) - 1)),
     *(Frame(frame_id, []) for frame_id in (None, "1", 1.0, 2**63)),
     *(Frame(1, [], hops=hops) for hops in (-1, 2**32, None)),
+    *(Frame(1, [], slowest=slowest) for slowest in (-1, MAX_SLOWEST + 1, None)),
     *(Frame(1, [Entry(OPEN, 1, 0, 1)], notes={0: {"x": x}}) for x in (object(), 2**64, "\udcff", ENDLESS)),
     Frame(1, [(0,) * (FIELDS_OF_ENTRY - 1)]), Frame(1, [(0,) * (FIELDS_OF_ENTRY + 1)]), Frame(1, [None]),
 ]  # fmt: skip
@@ -228,7 +242,7 @@ UNPACKABLE = [
 @pytest.mark.parametrize("frame", UNPACKABLE, ids=lambda f: repr(f)[:70])
 def test_a_frame_that_cannot_be_packed_is_a_lane_error(frame, held):
     with pytest.raises(LaneError, match="cannot be packed"):
-        encode(Frame(frame.id, frame.entries, held, frame.notes, frame.hops))
+        encode(Frame(frame.id, frame.entries, held, frame.notes, frame.hops, frame.slowest))
 
 
 @pytest.mark.parametrize("entries", [0, 1])
@@ -357,6 +371,14 @@ def test_arrays_that_disagree_with_the_body_are_refused(shapes, body):
     if len(records) == 1:
         with pytest.raises(LaneError, match="malformed"):
             decoded(raw_plain(record=records[0], body=bytes(body)))
+
+
+@pytest.mark.parametrize("record", [(2, 1, 0), (2, 0, 1), (3, 0, 0)], ids=str)
+def test_no_array_has_one_record_only(record):
+    assert decoded(raw_plain(record=(2, 0, 0))).arrays == []
+    for data in (raw_plain(record=record), raw([ONES], [(2, 0, 0)])):
+        with pytest.raises(LaneError, match="malformed"):
+            decoded(data)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 1), (0, 2**29), (0, 2**60)], ids=str)

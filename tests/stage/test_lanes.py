@@ -17,7 +17,7 @@ import pytest
 
 from memra_pp.errors import LaneError
 from memra_pp.stage import lanes
-from memra_pp.stage.frames import CLOSE, GENERAL, MAX_BODY_BYTES, MAX_HEAD_BYTES, PLAIN, PREFIX, STEP, Entry, Frame
+from memra_pp.stage.frames import CLOSE, GENERAL, MAX_BODY_BYTES, MAX_HEAD_BYTES, PLAIN, PREFIX, STEP, Entry, Frame, encode
 from memra_pp.stage.lanes import KEY_BYTES, MAX_PENDING_HANDSHAKES, Lane, Listener, connect
 
 KEY, OTHER = bytes(KEY_BYTES), b"\1" * KEY_BYTES
@@ -374,6 +374,69 @@ def test_a_frame_without_elements_passes_a_socket_that_takes_it_in_parts(pair, p
         slow.send(frame, WAIT_S)
         assert same(a.recv(WAIT_S), frame)
     assert taken == [7] * 5
+
+
+class Full:
+    """A socket that has room for nothing at once."""
+
+    def __init__(self, sock):
+        self._sock = sock
+
+    def sendmsg(self, buffers, ancillary, flags):
+        raise BlockingIOError
+
+    def __getattr__(self, name):
+        return getattr(self._sock, name)
+
+
+@pytest.mark.parametrize("frame", [rows(0), rows(5), rows(100_000), talk(3)], ids=["no rows", "rows", "many rows", "general"])
+@pytest.mark.parametrize("full", [True, False], ids=["a full one", "an empty one"])
+def test_what_the_socket_does_not_take_at_once_is_left_to_be_finished(pair, pool, frame, full):
+    a, b = pair
+    lane = Lane(Full(b._sock), "the peer") if full else b
+    left, (_, total) = lane.begin(frame), encode(frame)
+    assert sum(map(len, left)) == total if full else bool(left) == (total > 100_000)
+    sending = pool.submit(lane.finish, left, WAIT_S)
+    assert same(a.recv(WAIT_S), frame)
+    sending.result(WAIT_S)
+
+
+def test_a_frame_without_arrays_is_left_too(pair):
+    a, b = pair
+    bare = Frame(1, [Entry(CLOSE, 1, 0, 3)])
+    while not (rest := b.begin(bare)):
+        pass
+    while a.recv(0.0) is not None:
+        pass
+    b.finish(rest, WAIT_S)
+    assert same(a.recv(WAIT_S), bare) and a.recv(0.0) is None
+
+
+def test_a_frame_that_is_kept_stays_as_it_is_and_what_came_behind_is_not_lost(pair):
+    a, b = pair
+    b._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    b._sock.sendall(b"".join(packet(rows(n, n)) for n in (4, 30_000, 5, 6)))
+    kept = None
+    for n in (4, 30_000, 5, 6):
+        frame = a.recv(WAIT_S)
+        assert same(frame, rows(n, n)) and (kept is None or same(kept, rows(kept.id, kept.id)))
+        a.keep(frame)
+        kept = frame
+    assert a.recv(0.0) is None and same(kept, rows(6, 6))
+    buffers = {id(a._buffer), id(a._spare)}
+    for n in range(1, 5):
+        b.send(rows(n), WAIT_S)
+        a.keep(a.recv(WAIT_S))
+        assert {id(a._buffer), id(a._spare)} == buffers
+
+
+def test_a_frame_whose_arrays_are_its_own_needs_no_other_buffer(pair):
+    a, b = pair
+    b.send(rows(4), WAIT_S)
+    frame, buffer = a.recv(WAIT_S), a._buffer
+    frame.arrays = [one.copy() for one in frame.arrays]
+    a.keep(frame)
+    assert a._buffer is buffer
 
 
 def test_a_peer_that_takes_nothing_breaks_a_send_at_its_deadline(pair):

@@ -1,4 +1,5 @@
-"""A stage's two loops: frames pass until the end is told or shows, and either loop's end is the other's."""
+"""A stage's two loops: frames pass until the end is told or shows, and either loop's end is the other's. A frame that the next
+stage does not take holds up the one after the next."""
 
 from __future__ import annotations
 
@@ -6,25 +7,28 @@ import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
-from toy_stage import CFG, closing, expected_logits, frame, opening, step, tokens, worker
+from toy_stage import CFG, N_EMBD, asking, closing, expected_logits, frame, opening, step, tokens, worker
 
 from memra_pp.errors import LaneError
 from memra_pp.stage import serve
-from memra_pp.stage.frames import OPS, PING, STATS, STEP, STOP, Entry, Frame
+from memra_pp.stage.frames import CLOCK, OPS, PING, SPANS, STATS, STEP, STOP, TRACE, Entry, Frame
 from memra_pp.stage.lanes import Lane
 from memra_pp.stage.serve import question, serve_control, serve_frames
+from memra_pp.stage.spans import COMPUTE, FIELDS, RECV, SEND
 
 WAIT_S = 20.0
 
 ALONE = (0, CFG.n_trunk)
+MIDDLE = (0, 1, 2, 3)
 
 
 class Served:
     """A stage whose loops run in threads; `up`, `down` and `control` are the other ends of its lanes."""
 
-    def __init__(self):
-        self.worker = worker(0, fence=ALONE)
+    def __init__(self, stage=0, fence=ALONE):
+        self.worker = worker(stage, fence)
         self.stop = threading.Event()
         (self.up, up), (self.down, down), (self.control, control) = (lanes() for _ in range(3))
         self.inner = [up, down, control]
@@ -69,7 +73,72 @@ def test_frames_go_through_in_order(served):
         assert len(reply.arrays) == (reply.entries[0].op == STEP)
         if reply.arrays:
             assert (reply.arrays[0] == expected_logits([number - 1])).all()
-    assert served.worker.counters.rows == 8 and served.worker.stats()["wait_s"] > 0
+    assert served.worker.counters.rows == 8
+
+
+ROWS = 60
+
+
+@pytest.fixture
+def middle():
+    """A stage between two others, whose model hands on the very rows it was given. Its sockets hold less than a frame."""
+    made = Served(1, MIDDLE)
+    made.worker.model.forward = lambda batch, x, caches: x
+    made.inner[1]._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+    for session in (1, 2, 3):
+        made.up.send(frame(opening(session), notes={0: asking(session, MIDDLE, ctx=ROWS)}), WAIT_S)
+        assert made.down.recv(WAIT_S).fault(0) is None
+    made.frames_sent = [
+        frame(step(session, 1, 0, ROWS), arrays=[np.full((ROWS, N_EMBD), session, np.float32)]) for session in (1, 2, 3)
+    ]
+    yield made
+    made.close()
+
+
+def until(served, name, value):
+    """The stage's counters once one of them is `value`."""
+    while (stats := served.ask(STATS)[0]["answer"])[name] < value:
+        pass
+    return stats
+
+
+def test_a_stage_goes_on_with_its_next_frame_while_the_next_stage_reads_nothing(middle):
+    for one in middle.frames_sent:
+        middle.up.send(one, WAIT_S)
+    assert until(middle, "steps", 2)["wait_out_s"] == 0
+    for one in middle.frames_sent:
+        came = middle.down.recv(WAIT_S)
+        assert came.id == one.id and np.array_equal(came.arrays[0], one.arrays[0])
+    assert until(middle, "steps", 3)["wait_out_s"] > 0
+
+
+def test_a_next_stage_that_goes_while_it_is_sent_to_ends_an_idle_stage(middle):
+    middle.up.send(middle.frames_sent[0], WAIT_S)
+    until(middle, "steps", 1)
+    middle.down.close()
+    with pytest.raises(LaneError, match="could not send to the peer"):
+        middle.frames.result(WAIT_S)
+    assert middle.stop.is_set()
+
+
+def test_spans_are_kept_while_they_are_asked_for(served):
+    sent = [frame(opening(1), fence=ALONE), *(frame(step(1, n, n - 1, 1), arrays=tokens(n)) for n in range(1, 4))]
+    served.up.send(sent[0], WAIT_S)
+    served.down.recv(WAIT_S)
+    assert served.ask(TRACE) == {}
+    before = served.ask(CLOCK)[0]["answer"]
+    for one in sent[1:]:
+        served.up.send(one, WAIT_S)
+        served.down.recv(WAIT_S)
+    after = served.ask(CLOCK)[0]["answer"]
+    served.up.send(frame(closing(1)), WAIT_S)
+    served.down.recv(WAIT_S)
+    spans = np.frombuffer(served.ask(SPANS)[0]["answer"], np.int64).reshape(-1, len(FIELDS))
+    steps = spans[np.isin(spans[:, 0], [one.id for one in sent[1:]])]
+    assert before["of"] == after["of"] and steps[:, 1].tolist() == [RECV, COMPUTE, SEND] * 3
+    assert (steps[:, 3] >= steps[:, 2]).all() and steps[:, 4:].tolist() == [[1, 1]] * 9
+    assert before["ns"] <= steps[1, 2] and steps[-2, 3] <= after["ns"]
+    assert served.ask(SPANS)[0]["answer"] == b""
 
 
 def test_ping_and_stats_are_answered_while_frames_are_idle(served):

@@ -28,7 +28,7 @@ from toy_stage import (
 from memra_pp.admission import MAX_SNAPSHOTS
 from memra_pp.cache import slab_bytes, stage_layout
 from memra_pp.errors import StageError
-from memra_pp.stage.frames import CLOSE, OPEN, OPS, PING, RESET, STATS, STEP, STOP, Entry
+from memra_pp.stage.frames import CLOCK, CLOSE, OPEN, OPS, PING, RESET, SPANS, STATS, STEP, STOP, TRACE, Entry
 from memra_pp.stage.session import StageSession
 
 STAGES = len(FENCE) - 1
@@ -105,7 +105,7 @@ def test_a_stage_counts_the_steps_and_rows_it_ran_and_no_other_frame(stages):
     for w in stages.workers:
         stats = w.stats()
         assert (stats["steps"], stats["rows"], stats["faults"], stats["sessions"]) == (2, 4, 0, 1)
-        assert stats["compute_s"] > 0 and stats["wait_s"] > 0
+        assert stats["busy_s"] > 0 and stats["wait_in_s"] > 0 and stats["wait_out_s"] == 0 and 0 < stats["bubble"] < 1
 
 
 @pytest.mark.parametrize("logits", ["last", "all"])
@@ -156,6 +156,7 @@ def test_an_open_without_room_is_a_fault_and_takes_nothing():
     assert small.device.allocated_bytes == 0
 
 
+QUESTIONS = (PING, STATS, STOP, CLOCK, TRACE, SPANS)
 REFUSED = {
     "a second open": (opening(1), ["session 1 is open already"]),
     "an unknown session": (step(9, 1, 0, 1), ["no session 9"]),
@@ -168,7 +169,7 @@ REFUSED = {
     "a seq past all": (step(1, 2**63 - 1, 2, 1), ["seq 2", f"seq {2**63 - 1}"]),
     "an op that is none": (step(1, 2, 2, 0)._replace(op=len(OPS)), [f"op {len(OPS)}"]),
     "an op past all": (step(1, 2, 2, 0)._replace(op=2**63 - 1), [f"op {2**63 - 1}"]),
-    **{f"a question: {OPS[op]}": (step(1, 2, 2, 0)._replace(op=op), [f"op {op}"]) for op in (PING, STATS, STOP)},
+    **{f"a question: {OPS[op]}": (step(1, 2, 2, 0)._replace(op=op), [f"op {op}"]) for op in QUESTIONS},
     "an open with rows": (opening(2)._replace(rows=1), ["1 rows"]),
     "a close with rows": (closing(1)._replace(rows=1), ["1 rows"]),
 }

@@ -8,7 +8,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -20,7 +20,8 @@ from memra_pp.errors import InputError, SessionCancelled
 
 PROMPTS, TOKENS = (1, 200), (4, 40)
 """Fewest and most tokens of a prompt, and of what follows it."""
-DRAFTS = 4
+DRAFTS, RIGHT = 4, 0.7
+"""Most of a round, and the part of the guesses that are right."""
 WHOLE = 0.5
 """The part of all sessions that stream to their end."""
 STRUCK = ("cancelled", "closed")
@@ -41,19 +42,24 @@ class Text(NamedTuple):
 
 
 def drawn_text(pipe: memra_pp.Pipeline, rng: random.Random) -> Text:
-    """A random text, sampled or greedy, with prompt lookup, blind drafts or none, run alone, here and now."""
+    """A random text, sampled or greedy, with prompt lookup, guesses or no drafts; run alone, here and now, without drafts."""
     sampling = memra_pp.SamplingParams(temperature=rng.choice([0.0, 0.8]), seed=rng.randrange(100), eos_ids=())
-    by: Any = rng.choice([None, "ngram", _blind(rng.randrange(100), pipe.cfg.n_vocab)])
-    draft = by and memra_pp.Draft(k=DRAFTS, by=by, recurrent=rng.choice(["replay", "states"]))
-    options = {"max_new_tokens": rng.randint(*TOKENS), "sampling": sampling, "draft": draft}
+    options = {"max_new_tokens": rng.randint(*TOKENS), "sampling": sampling}
     prompt = some_tokens(pipe, rng.randint(*PROMPTS), rng.randrange(100))
-    return Text(prompt, options, list(pipe.generate(prompt, **options)))
+    expected = list(pipe.generate(prompt, **options))
+    by: Any = rng.choice([None, "ngram", _guesser(len(prompt), expected, random.Random(rng.random()))])
+    draft = by and memra_pp.Draft(k=DRAFTS, by=by, recurrent=rng.choice(["replay", "states"]))
+    return Text(prompt, {**options, "draft": draft}, expected)
 
 
-def _blind(seed: int, n_vocab: int) -> Callable[[Any, int], list[int]]:
-    """A drafter that guesses at random."""
-    rng = random.Random(seed)
-    return lambda tokens, k: [rng.randrange(n_vocab) for _ in range(k)]
+def _guesser(start: int, expected: Sequence[int], rng: random.Random) -> Callable[[Sequence[int], int], list[int]]:
+    """A drafter that knows what comes, and is wrong now and then. The text begins at `start`."""
+
+    def propose(tokens: Sequence[int], k: int) -> list[int]:
+        at = len(tokens) - start
+        return [token if rng.random() < RIGHT else 0 for token in expected[at : at + k]]
+
+    return propose
 
 
 @dataclass

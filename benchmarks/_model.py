@@ -46,7 +46,8 @@ def write_model(path: Path, shape: Shape) -> None:
     """Writes a model into a directory, the same bytes every time."""
     (path / "config.json").write_text(json.dumps(config(shape)))
     random = np.random.default_rng(0)
-    tensors = {"model.embed_tokens.weight": _matrix(random, shape.vocab, shape.width), "model.norm.weight": _norm(shape.width)}
+    ends = ("model.embed_tokens.weight", "lm_head.weight")
+    tensors = {name: _matrix(random, shape.vocab, shape.width) for name in ends} | {"model.norm.weight": _norm(shape.width)}
     for il in range(shape.layers):
         tensors |= {f"model.layers.{il}.{name}.weight": tensor for name, tensor in _layer(random, shape).items()}
     write_safetensors(path / "model.safetensors", tensors)
@@ -66,7 +67,7 @@ def config(shape: Shape) -> dict[str, Any]:
         "layer_types": ["full_attention"] * shape.layers,
         "vocab_size": shape.vocab,
         "max_position_embeddings": 16384,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,  # a tied head of random weights says the last token again
     }
 
 

@@ -37,9 +37,10 @@ PROJECTIONS = (
 
 
 def matrices(weights: Weights) -> list[np.ndarray]:
-    """Every matrix that a row is multiplied by, the tied embedding last."""
+    """Every matrix that a row is multiplied by, the head or the tied embedding last."""
+    head = "lm_head.weight" if weights.has("lm_head.weight") else "model.embed_tokens.weight"
     names = [f"model.layers.{il}.{name}.weight" for il in range(weights.cfg.n_trunk) for name in PROJECTIONS]
-    return [weights.tensor(name) for name in (*names, "model.embed_tokens.weight")]
+    return [weights.tensor(name) for name in (*names, head)]
 
 
 def step_of(model: Gemma3, caches: list[Cache]) -> Callable[[], object]:

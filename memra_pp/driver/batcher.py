@@ -66,6 +66,10 @@ class Batcher:
         """The entries to be sent now, as one frame; none if there are none, or others should come first."""
         if self._control:
             return [self._control.popleft() for _ in range(min(len(self._control), MAX_ENTRIES))]
+        if len(self._decodes) == 1 and not (self._prefills or self._flying or self._answered or self._decodes[0].done()):
+            batch = [self._decodes.popleft()]  # one session by itself: nothing to weigh
+            self._flying.append(batch)
+            return batch
         self._drop_withdrawn()
         if len(self._flying) >= self._stages or not (self._decodes or self._prefills):
             return []

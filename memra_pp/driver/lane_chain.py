@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import select
 import threading
@@ -121,7 +120,7 @@ class LaneChain(Chain):
 
     def _readable(self, timeout: float) -> bool:
         """Waits until a frame begins to arrive, a `wake`, or for `timeout` seconds; whether a frame does."""
-        ready = [fd for fd, _ in self._poll.poll(math.ceil(timeout * 1000))]
+        ready = [fd for fd, _ in self._poll.poll(round(timeout * 1000))]
         if self._bell in ready:
             os.eventfd_read(self._bell)
         return self._back.fileno() in ready

@@ -125,22 +125,22 @@ class Scheduler:
         while self._inbox:
             self._batcher.add(self._inbox.popleft(), now)
         while batch := self._batcher.take(now):
-            self._send(batch)
+            self._send(batch, now)
         frame = self._chain.recv(self._patience(now))
         if frame is not None:
             if self.spans.tracing:
                 self.spans.keep(frame, RECV, now, time.monotonic())
             self._hand_out(frame)
-        else:
+        elif self._flying:
             self._require_punctual()
 
-    def _send(self, works: list[Work]) -> None:
+    def _send(self, works: list[Work], now: float) -> None:
         arrays = works[0].arrays if len(works) == 1 else _joined(works)
         notes = {i: work.note for i, work in enumerate(works) if work.note is not None}
         frame = Frame(next(self._ids), [work.entry for work in works], arrays, notes)
-        timeout = min(work.timeout for work in works)
-        self._flying[frame.id] = _Flight(works, timeout, time.monotonic() + timeout)
-        began = time.monotonic()
+        timeout = min([work.timeout for work in works])
+        self._flying[frame.id] = _Flight(works, timeout, now + timeout)
+        began = time.monotonic() if self.spans.tracing else 0.0
         try:
             self._chain.send(frame)
             if self.spans.tracing:
@@ -163,9 +163,9 @@ class Scheduler:
 
     def _patience(self, now: float) -> float:
         """How long to wait for a frame before something else is due."""
-        due = [IDLE_S, *(flight.deadline - now for flight in self._flying.values())]
+        due = min([flight.deadline for flight in self._flying.values()], default=now + IDLE_S)
         held = self._batcher.held_s(now)
-        return max(0.0, min(due if held is None else [held, *due]))
+        return max(0.0, due - now if held is None else min(held, due - now))
 
     def _require_punctual(self) -> None:
         now = time.monotonic()

@@ -312,6 +312,7 @@ BAD = {
     "a good rollback and a bad drop": (2, {"restore": 1, "drop": 4}),
     "a good rollback and a bad snapshot": (2, {"restore": 1, "accept": 1, "snapshot": 1, "snapshot_at": 9}),
     "a good rollback and rows past the context": (2, {"restore": 1, "drop": 1, "rows": 15}),
+    "more accepted than fed, without rows": (2, {"restore": 1, "accept": 3, "drop": 1, "snapshot": 2, "rows": 0}),
 }
 
 
@@ -343,6 +344,21 @@ def test_a_rollback_to_what_is_not_there_is_refused(stages: Stages, base: int, f
     assert fault[:2] == [0, "StageError"] and "seq 3" in fault[2]
     assert stages.images() == held and {s.seq for s in stages.sessions()} == {3}
     assert stages.step(3, 4, 1) is None
+
+
+def test_rows_fit_that_fit_after_the_rollback(stages: Stages) -> None:
+    assert stages.step(3, 2, 14, restore=1) is None
+    assert {s.cache.pos for s in stages.sessions()} == {16}
+    assert stages.step(4, 2, 14, restore=1, drop=1) is None
+    assert [marks(s) for s in stages.sessions()] == [[]] * 2 and {s.cache.pos for s in stages.sessions()} == {16}
+
+
+def test_a_step_without_rows_goes_back_drops_and_takes(stages: Stages) -> None:
+    assert stages.step(3, 2, 0, restore=1, drop=1, snapshot=2, pin=1) is None
+    assert [marks(s) for s in stages.sessions()] == [[(1, 2, True)]] * 2 and {s.cache.pos for s in stages.sessions()} == {2}
+    assert stages.step(4, 2, 1) is None
+    assert stages.step(5, 2, 0, restore=2, snapshot=1) is None
+    assert [marks(s) for s in stages.sessions()] == [[(1, 2, True), (0, 2, False)]] * 2
 
 
 def test_one_step_goes_back_drops_takes_and_keeps(stages: Stages) -> None:

@@ -33,7 +33,8 @@ def relays(stages: int, size: int, *, header: bool = False) -> Iterator[Callable
         back_at = stack.enter_context(listen(paths[-1]))
         for pair in pairwise(paths):
             command = [sys.executable, str(Path(__file__)), *pair, "0" if header else str(size)]
-            stack.enter_context(subprocess.Popen(command))  # leaving it waits for its end, which that of `out` brings about
+            process = stack.enter_context(subprocess.Popen(command))  # leaving it waits for its end
+            stack.callback(process.kill)
         out = stack.enter_context(connect(paths[0]))
         back_at.settimeout(WAIT_S)
         back = stack.enter_context(back_at.accept()[0])

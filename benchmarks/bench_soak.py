@@ -47,6 +47,7 @@ class Soak:
     def __init__(self, pipe: memra_pp.Pipeline, texts: Sequence[Text], sessions: int, seed: int) -> None:
         self.found = Findings()
         self._pipe, self._texts, self._rng = pipe, texts, random.Random(seed)
+        self._until = 0.0
         self._in_threads, self._in_tasks = sessions // 2, sessions - sessions // 2
         self._threads = ThreadPoolExecutor(max(1, self._in_threads), "soak")
         self._closers = ThreadPoolExecutor(4, "soak-closer")
@@ -54,10 +55,10 @@ class Soak:
 
     async def run(self, seconds: float) -> None:
         """Draws lives until the time is up, and waits for the last ones and for every session to be closed."""
-        loop, end = asyncio.get_running_loop(), time.monotonic() + seconds
+        loop, self._until = asyncio.get_running_loop(), time.monotonic() + seconds
         rngs = [random.Random(self._rng.random()) for _ in range(self._in_threads + self._in_tasks)]
-        threads = [loop.run_in_executor(self._threads, self._thread, end, rng, loop) for rng in rngs[: self._in_threads]]
-        await asyncio.gather(*threads, *(self._task(end, rng, loop) for rng in rngs[self._in_threads :]))
+        threads = [loop.run_in_executor(self._threads, self._thread, rng, loop) for rng in rngs[: self._in_threads]]
+        await asyncio.gather(*threads, *(self._task(rng, loop) for rng in rngs[self._in_threads :]))
         await asyncio.gather(*self._closing)
         self._closing.clear()
         gc.collect()
@@ -66,16 +67,17 @@ class Soak:
             await asyncio.sleep(0.1)
 
     def close(self) -> None:
-        """Ends its threads."""
+        """Ends its threads, each after the session that it is at."""
+        self._until = 0.0
         self._threads.shutdown()
         self._closers.shutdown()
 
-    def _thread(self, end: float, rng: random.Random, loop: asyncio.AbstractEventLoop) -> None:
-        while time.monotonic() < end:
+    def _thread(self, rng: random.Random, loop: asyncio.AbstractEventLoop) -> None:
+        while time.monotonic() < self._until:
             self._in_thread(self._life(rng, (*STRUCK, *LEFT), loop), loop)
 
-    async def _task(self, end: float, rng: random.Random, loop: asyncio.AbstractEventLoop) -> None:
-        while time.monotonic() < end:
+    async def _task(self, rng: random.Random, loop: asyncio.AbstractEventLoop) -> None:
+        while time.monotonic() < self._until:
             life = self._life(rng, (*STRUCK, *LEFT, KILLED), loop)
             task = asyncio.create_task(self._in_task(life))
             if life.how == KILLED:

@@ -70,8 +70,8 @@ class Lane:
             self.finish(rest, timeout)
 
     def begin(self, frame: Frame) -> list[memoryview]:
-        """Sends of a frame what the socket takes at once, with one call. What is left is for `finish`, before the
-        next frame; arrays are not copied.
+        """Sends of a frame what the socket takes at once, with one call. What is left is for `finish`, before the next frame.
+        Arrays are not copied.
 
         Raises:
             FrameError: no frame carries this; nothing was sent.

@@ -48,6 +48,7 @@ _Step = tuple[int, Entry, StageSession, Captures, int]
 """An admitted entry's index, the entry, its session, what it captures, and where its rows begin in the frame's array."""
 
 _segment_of: Any = partial(tuple.__new__, Segment)
+"""A segment of its fields, made without the steps of `Segment.__new__`, on every hop of a token."""
 
 
 @dataclass

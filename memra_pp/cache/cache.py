@@ -74,6 +74,7 @@ class Cache:
         self.policy = policy
         self.kv: list[KvLayer | None] = [None] * cfg.n_layer
         self.recur: list[RecurLayer | None] = [None] * cfg.n_layer
+        self._attention: list[tuple[int, KvLayer]] = []
         self.last_logits_dev: Buffer | None = None
         self.dflash_taps: DflashTapSink | None = None
         self._last_dev = devs[-1][0]
@@ -83,6 +84,7 @@ class Cache:
                 self._alloc(dev, layers)
             rings = [layer.ring for layer in self.kv if layer is not None and layer.ring is not None]
             self.plan = CachePlan(max_ctx, rings)
+            self._attention = [(il, layer) for il, layer in enumerate(self.kv) if layer is not None]
         except BaseException:
             self._free_layers()
             raise
@@ -197,7 +199,7 @@ class Cache:
         Raises:
             CacheError: `snap` was closed, or is another cache's; nothing has changed.
         """
-        self.mark_snapshot(snap, self.pos, pin)
+        self.mark_snapshot(snap, self.plan.pos, pin)
         for il, copy in snap.states.items():
             layer = self.state(il)
             _copy(layer.dev, copy.conv, layer.conv_state)
@@ -211,10 +213,11 @@ class Cache:
         """
         if snap not in self._snapshots:
             raise CacheError("this snapshot was closed, or is another cache's: it holds no copy of the state; take a new one")
-        snap.drop()
+        if snap.mark is not None:
+            self.plan.drop(snap.mark)
         snap.mark = self.plan.snapshot(pin, pos)
         snap.pos = pos
-        snap.lens = {il: min(pos, layer.len) for il, layer in enumerate(self.kv) if layer is not None}
+        snap.lens = {il: min(pos, layer.len) for il, layer in self._attention}
 
     def can_rollback(self, snap: CacheSnapshot, accept: int) -> bool:
         """Whether `rollback` will succeed."""
@@ -279,6 +282,7 @@ class Cache:
             free_all(layer.dev, layer.buffers())
         self.kv = [None] * self.cfg.n_layer
         self.recur = [None] * self.cfg.n_layer
+        self._attention = []
 
 
 def _copy(dev: KvDev, dst: Buffer, src: Buffer) -> None:

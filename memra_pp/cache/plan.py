@@ -17,13 +17,18 @@ from .ring import KvRing, Rebase
 from .sizing import kv_layout
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(slots=True, eq=False)
 class SnapshotMark:
-    """A live snapshot in the books: its position, and whether it pins the rows it needs."""
+    """A live snapshot in the books: its number, its position, and whether it pins the rows it needs."""
 
-    name: str
+    number: int
     pos: int
     pin: bool
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return f"snapshot {self.number} at row {self.pos}"
 
 
 class CachePlan:
@@ -112,7 +117,7 @@ class CachePlan:
         """Takes a snapshot at `pos` (None: here); an earlier row is one of the step just appended, so its view is whole."""
         self._taken += 1
         pos = self.pos if pos is None else pos
-        mark = SnapshotMark(f"snapshot {self._taken} at row {pos}", pos, pin)
+        mark = SnapshotMark(self._taken, pos, pin)
         self._live.append(mark)
         return mark
 

@@ -16,8 +16,9 @@ from .work import Work
 
 MAX_ENTRIES = 512
 """Entries of one frame."""
-LEAST_PIECE, FIRST_PIECE = 16, 128
-"""Rows of the shortest piece of a prefill, and of one whose time nobody knows yet."""
+LEAST_PIECE, WHOLE_PIECE, FIRST_PIECE = 16, 64, 128
+"""Rows of the shortest piece of a prefill, beside decodes and alone (fewer cost as much as these), and of one whose time nobody
+knows yet."""
 PIECE_S = 0.025
 """Time that a piece should take on a stage while nobody decodes: short beside a prompt, so that stages overlap."""
 SLOWED = 2.0
@@ -96,6 +97,7 @@ class Batcher:
             rows = self._max_rows
         else:
             rows = min(PIECE_S / self._row_s if self._row_s else FIRST_PIECE, math.ceil(left / (2 * self._stages)))
+            rows = max(rows, WHOLE_PIECE)
         return min(left, self._max_rows, max(LEAST_PIECE, int(rows)))
 
     def held_s(self, now: float) -> float | None:

@@ -68,8 +68,9 @@ class Many:
                 told = {self._news.get()}
                 while not self._news.empty():
                     told.add(self._news.get())
-                for index in sorted(told):
-                    self._go_on(index, tokens)
+                with self._pipe.scheduler.together():
+                    for index in sorted(told):
+                        self._go_on(index, tokens)
                 while tokens:
                     yield tokens.popleft()
         finally:

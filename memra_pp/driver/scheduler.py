@@ -3,11 +3,13 @@ comes back."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +47,7 @@ class Scheduler:
     def __init__(self, chain: Chain, batcher: Batcher) -> None:
         self._chain, self._batcher = chain, batcher
         self._inbox: deque[Work] = deque()
+        self._gathering: set[object] = set()
         self._flying: dict[int, _Flight] = {}
         self._ids = itertools.count(1)
         self.spans = Spans(chain.stages)
@@ -56,10 +59,21 @@ class Scheduler:
     def submit(self, work: Work) -> None:
         """Has an entry sent when its turn comes. It never blocks, nor takes a lock: a finalizer may call it."""
         self._inbox.append(work)
-        if self._ended is None:
+        if self._ended is None and not self._gathering:
             self._chain.wake()
         if self._ended is not None:
             work.fail(StageError(self._ended))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Has what is submitted meanwhile looked at once, at the end: the scheduler's thread is woken once, not for each."""
+        gathering = object()
+        self._gathering.add(gathering)
+        try:
+            yield
+        finally:
+            self._gathering.discard(gathering)
+            self._chain.wake()
 
     def roundtrip(self, entry: Entry, arrays: list[Array], timeout: float, note: Note | None = None) -> Reply:
         """Sends an entry and waits for what comes back.

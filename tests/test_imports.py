@@ -17,7 +17,18 @@ import memra_pp
 ROOT = Path(memra_pp.__file__).parent
 MODULES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.rglob("*.py"))
 
-LEVEL = {"errors": 0, "config": 1, "cache": 2, "kernels": 3, "admission": 3, "models": 4, "stage": 5, "driver": 6, "cli": 7, "aio": 7}
+LEVEL = {
+    "errors": 0,
+    "config": 1,
+    "cache": 2,
+    "kernels": 3,
+    "admission": 3,
+    "models": 4,
+    "stage": 5,
+    "driver": 6,
+    "cli": 7,
+    "aio": 7,
+}
 """A part imports itself and parts of a lower level; `kernels` and `admission` do not know each other."""
 
 HOMES = {

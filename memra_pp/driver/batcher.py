@@ -48,10 +48,11 @@ class Batcher:
         self._answered: dict[int, float] = {}
         self._slow: set[int] = set()
         self._decode_s = self._row_s = 0.0
+        self._now = 0.0
 
     def add(self, work: Work, now: float) -> None:
         """An entry that is to be sent. `now` is in seconds, as everywhere."""
-        session = work.entry.session
+        self._now, session = now, work.entry.session
         if work.entry.op == STEP:
             answered = self._answered.pop(session, None)
             if answered is not None:
@@ -83,6 +84,7 @@ class Batcher:
         """A micro-batch has come back; `stage_s` is what the slowest stage took for it."""
         if works[0].entry.op != STEP:
             return
+        self._now = now
         self._flying.remove(works)
         for work in works:
             if work.entry.logits:
@@ -91,7 +93,7 @@ class Batcher:
 
     def piece_rows(self, left: int) -> int:
         """How many rows the next piece should have, of a prefill of which `left` rows are left."""
-        if self._decodes or self._flying_decodes():
+        if self._decodes or self._flying_decodes() or self._expected(self._now):
             rows = (SLOWED - 1) * self._decode_s / self._row_s if self._row_s and self._decode_s else 2.0 * LEAST_PIECE
         elif self._stages == 1:
             rows = self._max_rows

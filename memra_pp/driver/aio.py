@@ -216,7 +216,11 @@ class Session:
 
     def snapshot(self, pin: bool = True) -> Opening[SessionSnapshot]:
         """`memra_pp.Session.snapshot`."""
-        return Opening(self._pipe.run_async(self._calls.snapshot(pin)))
+
+        async def taken() -> SessionSnapshot:
+            return self._calls.snapshot(pin)
+
+        return Opening(taken())
 
     async def rollback(self, snap: SessionSnapshot, accept: int) -> None:
         """`memra_pp.Session.rollback`."""

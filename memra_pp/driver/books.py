@@ -1,8 +1,8 @@
 """`Books`: what the driver knows of one session on every stage. It prepares each step before it is sent, so that what is
 refused has changed nothing, and writes it down once it is sent: every stage applies it as it was prepared, or tells of a fault.
 
-A rollback is not sent by itself: it is owed, and rides in front of the next rows, with the accepted rows to be replayed where
-the model has recurrent state.
+Neither a snapshot nor a rollback is sent by itself: it is owed, and rides in front of the next rows, with the accepted rows to
+be replayed where the model has recurrent state.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ class Owed:
 
 
 class Take(NamedTuple):
-    """A snapshot to take: into which slot, after how many rows of the step, and whether it pins."""
+    """A snapshot to take: into which slot, after how many rows of the step, whether it pins, and whether the books have it."""
 
     slot: int
     at: int
     pin: bool
+    fresh: Slot | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,8 @@ class Step:
 class Books:
     """One session's tokens, positions, snapshots and turn. `plan.pos` is where the caller stands, whatever is owed.
 
-    `kept` says in which slot the stages keep the state at a row; `retake` lists snapshots to be taken again in a replay.
+    `kept` says in which slot the stages keep the state at a row. `retake` lists snapshots to be taken again in a replay, and
+    `fresh` those taken where the caller stands, of which the stages have not been told.
     """
 
     cfg: ModelConfig
@@ -76,6 +78,7 @@ class Books:
     drop: int = 0
     kept: dict[int, int] = field(default_factory=dict)
     retake: list[Slot] = field(default_factory=list)
+    fresh: list[Slot] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.plan = CachePlan.of(self.cfg, self.shape.ctx, self.policy)
@@ -98,16 +101,17 @@ class Books:
         """How many new rows the next step may have at most."""
         return self._stood().rows_possible() - len(self.replay)
 
-    def ahead(self, rows: int, chunk: int) -> tuple[int, Slot | None] | None:
+    def ahead(self, rows: int, chunk: int, takes: bool) -> tuple[int, Slot | None] | None:
         """How many rows of the replay must go before a step of `rows` new ones, and the snapshot to take behind them; None if
-        the whole replay fits in front of them."""
-        if self.owed is None:
-            return None
+        all that is owed fits in front of them. `takes` says whether the step takes a snapshot itself."""
+        base = len(self.tokens) if self.owed is None else self.owed.base
         if self.retake:
-            to_mark = self.retake[0].mark.pos - self.owed.base
+            to_mark = self.retake[0].mark.pos - base
             return (to_mark, self.retake[0]) if to_mark <= chunk else (chunk, None)
-        replay = len(self.tokens) - self.owed.base
-        return (min(chunk, replay), None) if replay and replay + rows > chunk else None
+        replay = len(self.tokens) - base
+        if replay and replay + rows > chunk:
+            return min(chunk, replay), None
+        return (replay, self.fresh[0]) if len(self.fresh) > (not takes) else None
 
     def free_slot(self) -> int:
         """A slot for one more snapshot.
@@ -149,13 +153,16 @@ class Books:
         Raises:
             CacheError: the rows or the snapshot do not fit; nothing has changed.
         """
-        replay = self.replay
-        take = None if snapshot_at is None else Take(self.free_slot(), len(replay) + snapshot_at, pin)
+        replay, take = self.replay, None
+        if snapshot_at is not None:
+            take = Take(self.free_slot(), len(replay) + snapshot_at, pin)
+        elif self.fresh:
+            take = self._take(self.fresh[0], len(replay))
         return self._prepare(epoch, replay + tokens, tokens, take, logits=logits, want=want, keep=keep)
 
     def replay_step(self, epoch: int, rows: int, slot: Slot | None) -> Step:
         """Prepares a step of the first `rows` rows of the replay, taking `slot` again behind them."""
-        take = None if slot is None else Take(slot.index, rows, slot.mark.pin)
+        take = None if slot is None else self._take(slot, rows)
         return self._prepare(epoch, self.replay[:rows], [], take)
 
     def commit(self, step: Step) -> None:
@@ -170,11 +177,24 @@ class Books:
             first = done - entry.keep
             self.kept = {first + i: self.shape.snapshots + i for i in range(entry.keep)}
         if step.slot is not None:
-            if self.retake and step.slot.index == self.retake[0].index:
+            if step.slot in self.fresh:
+                self.fresh.remove(step.slot)
+            elif self.retake and step.slot.index == self.retake[0].index:
                 self.retake.pop(0).mark = step.slot.mark
             else:
                 self.slots[step.slot.index] = step.slot
         self.owed = Owed(0, 0, done) if self.retake or done < len(self.tokens) else None
+
+    def snapshot(self, pin: bool) -> Slot:
+        """Takes a snapshot where the caller stands; the stages are told with the next rows.
+
+        Raises:
+            CapacityExceeded: as `free_slot`.
+        """
+        index = self.free_slot()
+        slot = self.slots[index] = Slot(index, self.plan.snapshot(pin))
+        self.fresh.append(slot)
+        return slot
 
     def rollback(self, slot: Slot, accept: int) -> None:
         """Goes back to a snapshot and keeps `accept` rows after it; the stages are told with the next rows.
@@ -202,7 +222,10 @@ class Books:
         if self.slots[slot.index] is slot:
             self.slots[slot.index] = None
             self.plan.drop(slot.mark)
-            self.drop |= 1 << slot.index
+            if slot in self.fresh:
+                self.fresh.remove(slot)
+            else:
+                self.drop |= 1 << slot.index
 
     def restart(self, failed: Step) -> None:
         """The stages have emptied the session, in the turn `seq`, after a step that failed: what it and those behind it did is
@@ -214,7 +237,10 @@ class Books:
         self.plan = CachePlan.of(self.cfg, self.shape.ctx, self.policy)
         self.plan.pos = len(self.tokens)
         self.seq += 1
-        self.drop, self.kept, self.owed = 0, {}, Owed(0, 0, 0)
+        self.drop, self.kept, self.fresh, self.owed = 0, {}, [], Owed(0, 0, 0)
+
+    def _take(self, slot: Slot, at: int) -> Take:
+        return Take(slot.index, at, slot.mark.pin, slot if slot in self.fresh else None)
 
     def _stood(self) -> CachePlan:
         """The books at the row where the next step begins."""
@@ -244,7 +270,7 @@ class Books:
         )
         slot = None
         if take is not None:
-            slot = Slot(take.slot, plan.snapshot(take.pin, owed.base + take.at))
+            slot = take.fresh or Slot(take.slot, plan.snapshot(take.pin, owed.base + take.at))
             entry = entry._replace(snapshot=1 + take.slot, snapshot_at=take.at, pin=int(take.pin))
         plan.pos = len(self.tokens) + len(fed)
         return Step(entry, rows, fed, plan, slot, len(self.tokens), tuple(self.slots))

@@ -53,24 +53,32 @@ def _tokens(pipe: Pipeline, calls: Calls, most: int, sampler: Sampler, draft: Dr
     """The tokens sampled, as long as there is room for their rows."""
     books = calls.books
     with nullcontext() if draft is None else pipe.drafter(draft, calls.shape.ctx) as drafter:
-        control = DraftControl(1 if draft is None else draft.k)
         answer = yield from calls.prefill(False, sampler.want)
         token = sampler.pick(answer, books.plan.pos)
         yield token
-        made = 1
+        if draft is not None and drafter is not None:
+            yield from _speculated(pipe, calls, most, sampler, DraftControl(draft.k), drafter, token)
         while books.plan.pos < calls.shape.ctx:
-            started = time.perf_counter()
-            drafts: list[int] = []
-            if drafter is not None:
-                k = min(control.next_k(), calls.drafts_possible(), most - made - 1)
-                drafts = _drafts(drafter, books.tokens, token, k, pipe.cfg.n_vocab)
-            drafted = time.perf_counter()
-            done = yield from calls.round(drafts, sampler, token)
-            control.record(len(drafts), done.accepted, 1 + len(drafts), time.perf_counter() - drafted, drafted - started)
-            token = done.next
-            made += done.accepted + 1
-            yield from drafts[: done.accepted]
+            token = (yield from calls.round((), sampler, token)).next
             yield token
+
+
+def _speculated(
+    pipe: Pipeline, calls: Calls, most: int, sampler: Sampler, control: DraftControl, drafter: Drafter, token: int
+) -> Generation:
+    """The tokens behind `token`, the first one, drafted and judged."""
+    books, made = calls.books, 1
+    while books.plan.pos < calls.shape.ctx:
+        started = time.perf_counter()
+        k = min(control.next_k(), calls.drafts_possible(), most - made - 1)
+        drafts = _drafts(drafter, books.tokens, token, k, pipe.cfg.n_vocab)
+        drafted = time.perf_counter()
+        done = yield from calls.round(drafts, sampler, token)
+        control.record(len(drafts), done.accepted, 1 + len(drafts), time.perf_counter() - drafted, drafted - started)
+        token = done.next
+        made += done.accepted + 1
+        yield from drafts[: done.accepted]
+        yield token
 
 
 def _drafts(drafter: Drafter, tokens: list[int], token: int, k: int, n_vocab: int) -> list[int]:

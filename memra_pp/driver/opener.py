@@ -1,4 +1,5 @@
-"""`Opener`: opens and closes sessions on the stages, one at a time, each on all of them or on none."""
+"""`Opener`: opens and closes sessions on the stages, each on all of them or on none. One open or close is under way at a time,
+and takes every close with it that is due."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +18,7 @@ from .chain import Chain
 from .door import Door
 from .locks import OwnedLock
 from .scheduler import Scheduler
-from .work import Reply
+from .work import Reply, Work
 
 log = logging.getLogger(__name__)
 
@@ -194,11 +195,14 @@ class Opener:
         return work
 
     def _open(self, request: Request, admit: Admit) -> None:
-        self._end_all()
+        """Opens a session right behind the closes of those that are ending."""
         session, charges = request.session, list(admit.charges)
         self._opening = session  # until every stage has said that it is open
         note = {"args": asdict(request.shape), "offsets": list(admit.offsets), "charges": charges, "held": []}
-        reply = self._send(OPEN, session, note)
+        closing, opening = self._send_closes(), self._send(OPEN, session, note)
+        self._closed(closing)
+        self._scheduler.wait(opening)
+        reply = opening.result()
         if (fault := reply.fault) is not None:
             self._ending.add(session)
             self._opening = None
@@ -216,21 +220,31 @@ class Opener:
         return AdmissionError(f"stage {stage}: {message}", Defer(stage, charges[stage], RETRY_S, "bytes", message))
 
     def _end_all(self) -> None:
-        """Closes the sessions that are ending, on the stages that hold them, and only then in the books."""
-        for session in list(self._ending):
-            reply = self._send(CLOSE, session, {"held": []})
-            if (fault := reply.fault) is not None:
+        """Closes the sessions that are ending."""
+        closing = self._send_closes()
+        self._closed(closing)
+        if closing:
+            self._compare([*closing.values()][-1].result())
+
+    def _send_closes(self) -> dict[int, Work]:
+        return {session: self._send(CLOSE, session, {"held": []}) for session in list(self._ending)}
+
+    def _closed(self, closing: Mapping[int, Work]) -> None:
+        """Closes sessions in the books, once every stage has."""
+        for session, work in closing.items():
+            self._scheduler.wait(work)
+            if (fault := work.result().fault) is not None:
                 raise StageError(f"stage {fault[0]} could not close session {session}, whose bytes stay charged: {fault[2]}")
             charges = self._charged.pop(session, None)
             if charges is not None:
                 self._held = [held - charge for held, charge in zip(self._held, charges, strict=True)]
             self._door.leave(session)
             self._ending.discard(session)
-            if not self._ending:
-                self._compare(reply)
 
-    def _send(self, op: int, session: int, note: Note) -> Reply:
-        return self._scheduler.roundtrip(Entry(op, session, 0, self._chain.epoch), [], self._timeout_s, note)
+    def _send(self, op: int, session: int, note: Note) -> Work:
+        work = Work(Entry(op, session, 0, self._chain.epoch), [], self._timeout_s, note)
+        self._scheduler.submit(work)
+        return work
 
     def _compare(self, reply: Reply) -> None:
         """What every stage holds for sessions is what was charged; what it has learned goes into the books."""

@@ -17,11 +17,11 @@ import numpy as np
 from ..admission.outcome import Outcome
 from ..errors import FrameError, InputError, StageError
 from ..models.protocol import Array
-from ..stage.frames import Entry, Frame, Note
+from ..stage.frames import Frame
 from ..stage.spans import RECV, SEND, Spans
 from .batcher import Batcher
 from .chain import Chain
-from .work import Reply, Work, replies
+from .work import Work, replies
 
 log = logging.getLogger(__name__)
 
@@ -68,23 +68,12 @@ class Scheduler:
     def together(self) -> Iterator[None]:
         """Has what is submitted meanwhile looked at once, at the end: the scheduler's thread is woken once, not for each."""
         gathering = object()
-        self._gathering.add(gathering)
         try:
+            self._gathering.add(gathering)
             yield
         finally:
             self._gathering.discard(gathering)
             self._chain.wake()
-
-    def roundtrip(self, entry: Entry, arrays: list[Array], timeout: float, note: Note | None = None) -> Reply:
-        """Sends an entry and waits for what comes back.
-
-        Raises:
-            StageError: a stage died or did not answer within `timeout` seconds; the message names it.
-        """
-        work = Work(entry, arrays, timeout, note)
-        self.submit(work)
-        self.wait(work)
-        return work.result()
 
     def wait(self, outcome: Outcome[Any]) -> None:
         """Waits until a submitted entry was told: at the latest when a frame before it, or its own, is overdue."""

@@ -104,7 +104,9 @@ class Session:
         return self._run(self._calls.verify(tokens, want))
 
     def snapshot(self, pin: bool = True) -> SessionSnapshot:
-        """Takes a snapshot where the session stands, on every stage, in one traversal.
+        """Takes a snapshot where the session stands.
+
+        Costs no traversal: the stages take it in front of the next rows.
 
         A pinned one keeps the rows it needs: appends that would overwrite them are refused. One that is not pinned can be
         lapped, and then no longer restored.
@@ -113,7 +115,7 @@ class Session:
             InputError: nothing has been fed yet, or `pin` is not a bool.
             CapacityExceeded: as many are live as the session was opened with.
         """
-        return self._run(self._calls.snapshot(pin))
+        return self._calls.snapshot(pin)
 
     def rollback(self, snap: SessionSnapshot, accept: int) -> None:
         """Stands at `snap.pos + accept` again, state and all; snapshots taken since `snap` have ended.

@@ -147,7 +147,7 @@ class Steps:
     ) -> None:
         """Sends what must go ahead of a step, then the step."""
         books, epoch, chunk = self._books, self._pipe.chain.epoch, self._pipe.prefill_chunk
-        while (ahead := books.ahead(len(part), chunk)) is not None:
+        while (ahead := books.ahead(len(part), chunk, "snapshot_at" in asked)) is not None:
             prefill = True  # the step behind it waits in the same queue
             self._send(books.replay_step(epoch, *ahead), at, None, prefill=prefill, alone=alone)
         note: Note | None = None

@@ -83,9 +83,10 @@ def assert_stands(session: memra_pp.Session, tokens: list[int], answers: Any = N
 
 
 def assert_snapshot(session: memra_pp.Session, index: int, tokens: list[int]) -> None:
-    """A snapshot just taken holds what one holds that is taken after feeding `tokens`."""
+    """A snapshot that the stages were told of holds what one holds that is taken after feeding `tokens`."""
     with plain(session._pipe, tokens, snapshots=1) as (other, _):
         other.snapshot()
+        other.decode(0)
         for mine, its in zip(on_stages(session), on_stages(other), strict=True):
             assert_same(taken(mine.slots[index]), taken(its.slots[0]))
 
@@ -94,7 +95,9 @@ def assert_books_agree(session: memra_pp.Session) -> None:
     """What the driver has written down of a session is what every stage has, but for what it has not told them yet."""
     books = session._calls.books
     bases = {(ring.rows, ring.window): ring.base for ring in books.plan._rings}
-    user = [(slot.index, slot.mark.pos, slot.mark.pin) for slot in books.slots if slot is not None]
+    told = [slot for slot in books.slots if slot is not None and slot not in books.fresh]
+    user = [(slot.index, slot.mark.pos, slot.mark.pin) for slot in told]
+    known = [(m.pos, m.pin) for m in books.plan.live if not any(m is slot.mark for slot in books.fresh)]
     for stage in on_stages(session):
         cache, n_trunk = stage.cache, session._pipe.cfg.n_trunk
         rings = [layer.ring for layer in cache.kv[:n_trunk] if layer is not None and layer.ring is not None]
@@ -103,7 +106,7 @@ def assert_books_agree(session: memra_pp.Session) -> None:
         live = [(i, s.mark) for i, s in kept if s.mark in cache.plan.live and not books.drop >> i & 1]
         assert [(i, mark.pos, mark.pin) for i, mark in live] == user
         in_order = [(m.pos, m.pin) for m in cache.plan.live if any(m is mark for _, mark in live)]
-        assert in_order == [(m.pos, m.pin) for m in books.plan.live]
+        assert in_order == known
         assert stage.seq == books.seq and not stage.broken
         assert cache.pos == books.plan.pos or books.owed is not None
 

@@ -22,6 +22,7 @@ from memra_pp.driver import heart, lane_chain
 from memra_pp.driver.batcher import Batcher
 from memra_pp.driver.lane_chain import LaneChain
 from memra_pp.driver.scheduler import Scheduler
+from memra_pp.driver.work import Work
 from memra_pp.errors import StageError
 from memra_pp.stage.frames import OPEN, OPS, PING, STEP, Entry
 from memra_pp.stage.lanes import Lane
@@ -98,7 +99,10 @@ class Stages:
         return self.roundtrip(Entry(HOLD, stage, 0, 1), [], timeout)
 
     def roundtrip(self, entry, arrays, timeout, note=None):
-        return self.scheduler.roundtrip(entry, arrays, timeout, note)
+        work = Work(entry, arrays, timeout, note)
+        self.scheduler.submit(work)
+        self.scheduler.wait(work)
+        return work.result()
 
     def holding(self, stage):
         assert self.processes[stage].stdout.readline() == b"holding\n"

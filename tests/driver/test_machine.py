@@ -22,12 +22,13 @@ WINDOWS = [NARROW.window, WIDE.window]
 
 @dataclass(eq=False)
 class Taken:
-    """A snapshot, where it was taken, and whether it can still be used."""
+    """A snapshot, where it was taken, whether it can still be used, and whether the stages have taken it."""
 
     snap: memra_pp.SessionSnapshot
     pos: int
     pin: bool
     live: bool = True
+    told: bool = False
 
 
 @dataclass(eq=False)
@@ -87,6 +88,10 @@ class Sessions(RuleBasedStateMachine):
         live.tokens += tokens
         assert_books_agree(live.session)
         assert_stands(live.session, live.tokens, answers)
+        for taken in live.live:
+            if not taken.told:
+                assert_snapshot(live.session, taken.snap._slot.index, live.tokens[: taken.pos])
+                taken.told = True
 
     def expected(self, live: Live, rows: int) -> type[CacheError] | None:
         """What feeding `rows` rows is refused with."""
@@ -141,11 +146,12 @@ class Sessions(RuleBasedStateMachine):
         if len(live.live) == live.session.shape.snapshots:
             self.refused(live, CapacityExceeded, partial(live.session.snapshot, pin))
             self.end(live.live[0])
+        before = self.pipe.chain.traversals
         snap = live.session.snapshot(pin)
+        assert self.pipe.chain.traversals == before
         live.taken.append(Taken(snap, len(live.tokens), pin))
         assert snap.pos == len(live.tokens)
-        self.fed(live, [], None)
-        assert_snapshot(live.session, snap._slot.index, live.tokens)
+        assert_books_agree(live.session)
 
     @precondition(lambda self: self.any_taken)
     @rule(which=st.integers(0, 50), share=share)

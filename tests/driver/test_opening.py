@@ -406,26 +406,26 @@ def test_a_task_that_waits_is_told_when_a_stage_is_lost(room_for, monkeypatch):
 def test_whatever_cuts_an_open_or_a_close_short_is_made_good_by_the_next(room_for, monkeypatch, op, after, error):
     pipe = room_for(2)
     kept, going = opened(pipe), opened(pipe)
-    roundtrip, armed = pipe.scheduler.roundtrip, [True]
+    submit, armed = pipe.scheduler.submit, [True]
 
-    def cut(entry: Any, *sent: Any) -> Any:
-        strike = armed and entry.op == op
+    def cut(work: Any) -> None:
+        strike = armed and work.entry.op == op
         if strike and not after:
             armed.clear()
             raise error
-        reply = roundtrip(entry, *sent)
+        submit(work)
         if strike:
+            pipe.scheduler.wait(work)
             armed.clear()
             raise error
-        return reply
 
     if op == CLOSE:
-        monkeypatch.setattr(pipe.scheduler, "roundtrip", cut)
+        monkeypatch.setattr(pipe.scheduler, "submit", cut)
         with pytest.raises(error):
             going.close()
     else:
         going.close()
-        monkeypatch.setattr(pipe.scheduler, "roundtrip", cut)
+        monkeypatch.setattr(pipe.scheduler, "submit", cut)
         with pytest.raises(error):
             opened(pipe)
     opened(pipe).close()

@@ -92,6 +92,8 @@ def play(pipe: memra_pp.Pipeline, mode: Any) -> list[np.ndarray]:
             rows.append(other.decode(2))
         first.close()
         rows.append(s.decode(3))
+        with s.snapshot():
+            rows += [*s.round(IDS[28:31], next=4).rows]
     return rows
 
 

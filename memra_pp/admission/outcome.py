@@ -69,11 +69,15 @@ class Outcome(Generic[T]):
 
     async def wait_async(self, timeout: float) -> bool:
         """`wait` for a task."""
-        loop, bell = asyncio.get_running_loop(), asyncio.Event()
-        self.on_told = lambda: _call(loop, bell.set)
+        loop = asyncio.get_running_loop()
+        bell: asyncio.Future[None] = loop.create_future()
+        self.on_told = lambda: _call(loop, lambda: _ring(bell))
         if not self._told:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(bell.wait(), timeout)
+            late = loop.call_later(timeout, _ring, bell)
+            try:
+                await bell
+            finally:
+                late.cancel()
         return self._told
 
     def _wake(self) -> None:
@@ -86,3 +90,8 @@ class Outcome(Generic[T]):
 def _call(loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
     with contextlib.suppress(RuntimeError):  # its loop has ended
         loop.call_soon_threadsafe(action)
+
+
+def _ring(bell: asyncio.Future[None]) -> None:
+    if not bell.done():
+        bell.set_result(None)

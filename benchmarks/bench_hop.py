@@ -23,6 +23,7 @@ from _report import Report, parser, say
 from _timing import in_turns
 
 import memra_pp
+from memra_pp.driver.work import Work
 from memra_pp.stage.frames import STEP, Entry
 
 STAGES = 4
@@ -38,8 +39,10 @@ def our_step(pipe: memra_pp.Pipeline, session: memra_pp.Session) -> Callable[[],
 
     def step() -> None:
         nonlocal at
-        entry = Entry(STEP, session.id, at + 1, pipe.chain.epoch, at, 1, 1)
-        reply = pipe.scheduler.roundtrip(entry, [row], 10.0)
+        work = Work(Entry(STEP, session.id, at + 1, pipe.chain.epoch, at, 1, 1), [row], 10.0)
+        pipe.scheduler.submit(work)
+        pipe.scheduler.wait(work)
+        reply = work.result()
         at += 1
         if reply.answers is None or reply.answers.nbytes != row.nbytes:
             raise RuntimeError(f"the row did not come back: {reply.fault}")

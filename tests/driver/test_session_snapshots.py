@@ -193,7 +193,7 @@ def test_a_snapshot_taken_behind_a_rollback_is_that_of_a_session_that_never_went
             s.verify(TOKENS[10:15])
         s.rollback(base, accept)
         s.snapshot()
-        assert_stands(s, TOKENS[: 10 + accept])
+        assert_stands(s, TOKENS[: 11 + accept], s.decode(TOKENS[10 + accept])[None])
         assert_snapshot(s, 1, TOKENS[: 10 + accept])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..admission import SessionShape
 from ..cache import Cache, CachePlan, CacheSnapshot, SnapshotMark
 from ..errors import StageError
-from ..kernels.cpu import CpuSlab
+from ..kernels.memory import Slab
 from .frames import Entry
 from .spec import StageSpec
 
@@ -27,7 +27,7 @@ class StageSession:
 
     name: str
     shape: SessionShape
-    slab: CpuSlab
+    slab: Slab
     cache: Cache
     slots: list[CacheSnapshot]
     seq: int = 1
@@ -35,7 +35,7 @@ class StageSession:
     broken: bool = False
 
     @classmethod
-    def open(cls, slab: CpuSlab, spec: StageSpec, number: int, shape: SessionShape) -> StageSession:
+    def open(cls, slab: Slab, spec: StageSpec, number: int, shape: SessionShape) -> StageSession:
         """Allocates every buffer of `spec.layout(shape)` in an empty slab, which is the session's from then on.
 
         Raises:

@@ -6,7 +6,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from ..cache import Cache, KvLayer, RecurLayer
 from ..cache.formats import BLOCK, BLOCK_BYTES
@@ -18,8 +18,8 @@ K_AT, V_AT, K_CODE, V_CODE = range(4)
 """Columns of a K/V layer's row: the addresses of its planes, and the codes of their formats."""
 
 
-def address_of(name: str, array: NDArray[Any], dtype: DTypeLike) -> int:
-    """The address of a C-contiguous 1-D array.
+def address_of(name: str, array: Any, dtype: DTypeLike) -> int:
+    """The address of a C-contiguous 1-D array, in the memory of whatever device it is on.
 
     Raises:
         InputError: it is not one, or of another dtype.
@@ -29,7 +29,9 @@ def address_of(name: str, array: NDArray[Any], dtype: DTypeLike) -> int:
             f"{name} is {array.dtype} {array.shape} with strides {array.strides}; "
             f"it must be a C-contiguous 1-D {np.dtype(dtype)} array"
         )
-    return array.ctypes.data
+    if isinstance(array, np.ndarray):
+        return array.ctypes.data
+    return int(array.__cuda_array_interface__["data"][0])
 
 
 def plane_row(k: U8Array, v: U8Array, k_fmt: str, v_fmt: str) -> tuple[int, int, int, int]:

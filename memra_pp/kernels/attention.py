@@ -8,18 +8,17 @@ enter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from ..cache.formats import BLOCK, BLOCK_BYTES
-from ..errors import ConfigError, InputError
+from ..errors import InputError
 from ._arrays import F32Array, I64Array, U8Array
 from .addresses import plane_row
 from .attention_numba import attend
 from .batches import KvBatch
+from .shapes import AttentionSpec
 from .spans import Spans
 from .threads import Threads
 
@@ -27,35 +26,6 @@ VECTORS = 64
 """Query vectors (rows x heads that share a K/V head) served by one reading of the stored rows."""
 SHARE = 1 << 17
 """Products that are worth waking a thread for: some 50 microseconds of work."""
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What attention needs to know of a layer.
-
-    `head_dim_k` and `head_dim_v` are elements a head, multiples of 32. `window` is the number of positions a row sees,
-    itself included (None: all). `scale` multiplies the scores.
-
-    Raises:
-        ConfigError: a dimension, window or scale that cannot be.
-    """
-
-    n_head_kv: int
-    head_dim_k: int
-    head_dim_v: int
-    window: int | None
-    scale: float
-
-    def __post_init__(self) -> None:
-        if self.n_head_kv < 1:
-            raise ConfigError(f"AttentionSpec(n_head_kv={self.n_head_kv}): must be at least 1")
-        for name, dim in (("head_dim_k", self.head_dim_k), ("head_dim_v", self.head_dim_v)):
-            if dim < BLOCK or dim % BLOCK:
-                raise ConfigError(f"AttentionSpec({name}={dim}): must be a positive multiple of {BLOCK}")
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"AttentionSpec(window={self.window}): must be at least 1, or None to see every position")
-        if not math.isfinite(self.scale):
-            raise ConfigError(f"AttentionSpec(scale={self.scale}): must be finite")
 
 
 def attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from ..cache import Buffer
 from ..cache.sizing import round_up
 from ..errors import CapacityExceeded, ConfigError
 from ._arrays import U8Array, aligned_zeros
+from .backend import Backend
 from .memory import ArenaDev
 from .threads import Threads
 
@@ -38,6 +40,13 @@ class CpuDev(ArenaDev):
         super().__init__(available_bytes() if budget_bytes is None else budget_bytes, granularity)
         self.threads = Threads(threads)
         self._mapped: mmap.mmap | None = None
+
+    @cached_property
+    def backend(self) -> Backend:
+        """The array operations on this device."""
+        from .cpu_backend import CpuBackend  # needs numba, which a device's memory does not
+
+        return CpuBackend(self.threads)
 
     def close(self) -> None:
         """Ends the device's threads, and lets go of the arena."""

@@ -8,7 +8,7 @@ A unit of work is done by the thread whose share holds the middle of it.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ from ._jit import kernel
 from .batches import CAPTURE_CONV, CAPTURE_ROWS, CAPTURE_SESSION, CAPTURE_STATE, CONV, NEXT, STATE, StateBatch
 from .ops import sigmoid
 from .pointers import floats_at
+from .shapes import DeltaShape
 from .simd import LANES, fma, load, load_spread, splat, store, sum_lanes
 from .spans import ROWS, START
 from .threads import Threads
@@ -33,30 +34,6 @@ SHARE = 1 << 17
 """State elements read or products summed that are worth waking a thread for: some 50 microseconds of work."""
 NORM_EPS = np.float32(1e-6)
 """What the published models add to the sum of squares of q and of k before its root is taken."""
-
-
-class DeltaShape(NamedTuple):
-    """Heads of a gated delta net: `n_k` of q and k, `d_k` wide, and `n_v` (a multiple) of v, `d_v` wide."""
-
-    n_k: int
-    n_v: int
-    d_k: int
-    d_v: int
-
-    @property
-    def conv_width(self) -> int:
-        """Channels of q, k and v together."""
-        return 2 * self.n_k * self.d_k + self.value_width
-
-    @property
-    def value_width(self) -> int:
-        """Channels of v."""
-        return self.n_v * self.d_v
-
-    @property
-    def state_width(self) -> int:
-        """Elements of the recurrent state."""
-        return self.n_v * self.d_k * self.d_v
 
 
 def conv_silu(x: F32Array, weight: F32Array, states: StateBatch, threads: Threads) -> F32Array:

@@ -7,8 +7,8 @@ import numpy as np
 from ..errors import InputError
 from ._arrays import F32Array
 from ._jit import kernel
-from .attention import AttentionSpec
 from .ops import _rms_norm, _rope_neox
+from .shapes import AttentionSpec
 
 
 def split_heads(

@@ -1,4 +1,4 @@
-"""Gemma 3's forward over a range of layers, on the CPU, batch-invariant.
+"""Gemma 3's forward over a range of layers, batch-invariant.
 
 Follows the published model (Hugging Face `Gemma3ForCausalLM`, text only): RMS norms before and after attention and
 feed-forward, per-head q/k norms, local layers with a window and rope base 1e4, global ones with base 1e6.
@@ -13,11 +13,9 @@ import numpy as np
 from ..config import KvPlan, ModelConfig
 from ..config.fields import Fields
 from ..errors import ConfigError
-from ..kernels import CpuDev, ops
-from ..kernels.attention import AttentionSpec
-from ..kernels.heads import split_heads
-from ..kernels.matmul import PackedMatrix, matmul
-from .parts import F32, Forward, Head, Step, attend, inverse_frequencies, load_head, load_norm, load_tensor, packed
+from ..kernels.backend import Backend, Matrix, Rows
+from ..kernels.shapes import AttentionSpec
+from .parts import F32, Device, Forward, Head, Step, attend, inverse_frequencies, load_head, load_norm, load_tensor, packed
 from .protocol import Array
 from .weights import Weights
 
@@ -71,67 +69,64 @@ class Gemma3Layer:
 
     attention: AttentionSpec
     inv_freq: F32
-    input_norm: F32
-    qkv: PackedMatrix
-    q_norm: F32
-    k_norm: F32
-    o: PackedMatrix
-    post_attention_norm: F32
-    pre_feedforward_norm: F32
-    gate: PackedMatrix
-    up: PackedMatrix
-    down: PackedMatrix
-    post_feedforward_norm: F32
+    input_norm: Rows
+    qkv: Matrix
+    q_norm: Rows
+    k_norm: Rows
+    o: Matrix
+    post_attention_norm: Rows
+    pre_feedforward_norm: Rows
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    post_feedforward_norm: Rows
 
 
 class Gemma3(Forward):
     """A `StageModel`: Gemma 3's layers of one stage."""
 
-    def __init__(self, weights: Weights, layers: range, device: CpuDev) -> None:
+    def __init__(self, weights: Weights, layers: range, device: Device) -> None:
         super().__init__(weights, layers, device)
         self.params = Gemma3Params.of(weights.cfg)
-        self._weights = {il: _load_layer(weights, self.params, il, device) for il in self.layers}
+        self._weights = {il: _load_layer(weights, self.params, il, self.backend) for il in self.layers}
 
     def load_head(self, weights: Weights) -> Head:
         """The final norm and the output matrix."""
-        return load_head(weights, self.params.tied, self.params.eps, self.device)
+        return load_head(weights, self.params.tied, self.params.eps, self.backend)
 
     def layer_width(self, il: int) -> int:
         """q, its heads, K, V and their heads, or gate and up."""
-        return 2 * max(self._weights[il].qkv.n_out, self.params.n_ff)
+        return 2 * max(int(self._weights[il].qkv.n_out), self.params.n_ff)
 
     def embed(self, weights: Weights, tokens: Array) -> F32:
         """The hidden rows of tokens, times the square root of their width."""
         return super().embed(weights, tokens) * np.float32(self.cfg.n_embd**0.5)
 
-    def logits(self, head: Head, x: F32) -> F32:
+    def logits(self, head: Head, x: Rows) -> Rows:
         """f32 `[rows, n_vocab]` of hidden rows, softly capped if the model says so."""
         logits = super().logits(head, x)
-        if self.params.final_softcap is None:
-            return logits
-        cap = np.float32(self.params.final_softcap)
-        capped: F32 = np.tanh(logits / cap) * cap
-        return capped
+        if self.params.final_softcap is not None:
+            self.backend.soft_cap(logits, self.params.final_softcap)
+        return logits
 
-    def run_layer(self, il: int, x: F32, step: Step) -> None:
+    def run_layer(self, il: int, x: Rows, step: Step) -> None:
         """Layer `il` over f32 `x [rows, n_embd]`, in place."""
-        layer, params, threads = self._weights[il], self.params, self.device.threads
-        h = ops.rms_norm(x, layer.input_norm, params.eps)
+        layer, eps, ops = self._weights[il], self.params.eps, self.backend
+        h = ops.rms_norm(x, layer.input_norm, eps)
         mixed = self._attention(layer, il, h, step)
-        ops.add_into(x, ops.rms_norm(matmul(mixed, layer.o, threads), layer.post_attention_norm, params.eps))
-        h = ops.rms_norm(x, layer.pre_feedforward_norm, params.eps)
-        gate = matmul(h, layer.gate, threads)
-        ops.gelu_tanh_mul(gate, matmul(h, layer.up, threads))
-        ops.add_into(x, ops.rms_norm(matmul(gate, layer.down, threads), layer.post_feedforward_norm, params.eps))
+        ops.add_into(x, ops.rms_norm(ops.matmul(mixed, layer.o), layer.post_attention_norm, eps))
+        h = ops.rms_norm(x, layer.pre_feedforward_norm, eps)
+        gate = ops.matmul(h, layer.gate)
+        ops.gelu_tanh_mul(gate, ops.matmul(h, layer.up))
+        ops.add_into(x, ops.rms_norm(ops.matmul(gate, layer.down), layer.post_feedforward_norm, eps))
 
-    def _attention(self, layer: Gemma3Layer, il: int, h: F32, step: Step) -> F32:
-        qkv = matmul(h, layer.qkv, self.device.threads)
-        rope = step.rope(layer.inv_freq)
-        q, k, v = split_heads(qkv, layer.attention, layer.q_norm, layer.k_norm, self.params.eps, rope)
-        return attend(il, layer.attention, q, k, v, step, self.device.threads)
+    def _attention(self, layer: Gemma3Layer, il: int, h: Rows, step: Step) -> Rows:
+        qkv, rope = self.backend.matmul(h, layer.qkv), step.rope(layer.inv_freq)
+        q, k, v = self.backend.split_heads(qkv, layer.attention, layer.q_norm, layer.k_norm, self.params.eps, rope)
+        return attend(il, layer.attention, q, k, v, step)
 
 
-def _load_layer(weights: Weights, params: Gemma3Params, il: int, device: CpuDev) -> Gemma3Layer:
+def _load_layer(weights: Weights, params: Gemma3Params, il: int, backend: Backend) -> Gemma3Layer:
     plan = weights.cfg.layers[il]
     if not isinstance(plan, KvPlan):
         raise ConfigError(f"{weights.cfg.arch}: layer {il} has no K/V rows of its own; this forward needs them")
@@ -140,11 +135,11 @@ def _load_layer(weights: Weights, params: Gemma3Params, il: int, device: CpuDev)
     # Local layers have a rope base of their own, and only global ones are scaled.
     theta, factor = (params.theta_global, params.rope_factor_global) if plan.window is None else (params.theta_local, 1.0)
 
-    def matrix(n_in: int, *outputs: tuple[str, int]) -> PackedMatrix:
-        return packed([load_tensor(weights, f"{base}{name}.weight", n_out, n_in) for name, n_out in outputs], device)
+    def matrix(n_in: int, *outputs: tuple[str, int]) -> Matrix:
+        return packed([load_tensor(weights, f"{base}{name}.weight", n_out, n_in) for name, n_out in outputs], backend)
 
-    def norm(name: str, width: int = n_embd) -> F32:
-        return load_norm(weights, f"{base}{name}.weight", width)
+    def norm(name: str, width: int = n_embd) -> Rows:
+        return backend.upload(load_norm(weights, f"{base}{name}.weight", width))
 
     return Gemma3Layer(
         attention=AttentionSpec(plan.n_head_kv, plan.head_dim_k, plan.head_dim_v, plan.window, params.scale),

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Self, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,15 +15,11 @@ from ..admission.cost import workspace_bytes
 from ..cache import Cache, KvLayer
 from ..config import KvPlan, ModelConfig
 from ..errors import ConfigError
-from ..kernels import CpuDev, ops
 from ..kernels.addresses import addresses_of
-from ..kernels.append import append_rows
-from ..kernels.attention import AttentionSpec, attend_rows
+from ..kernels.backend import Backend, Matrix, Rope, Rows
 from ..kernels.batches import KvBatch, StateBatch, capture_table
-from ..kernels.matmul import Matrix, PackedMatrix, matmul
-from ..kernels.matmul_q8 import Q8Matrix
+from ..kernels.shapes import AttentionSpec
 from ..kernels.spans import Spans
-from ..kernels.threads import Threads
 from .protocol import Array, StepBatch
 from .weights import Weights, open_weights
 
@@ -32,15 +28,25 @@ HEAD_CHUNK_ROWS = 8192
 EMBEDDING = "model.embed_tokens.weight"
 
 
+class Device(Protocol):
+    """What a forward asks of the device that it is loaded for."""
+
+    @property
+    def backend(self) -> Backend:
+        """The array operations there."""
+
+
 class Step:
     """One step's rows on their way through the layers, and what is the same for all of these.
 
     Attributes:
+        backend: the device's operations.
         spans: each session's rows in the batch.
         taps: where tapped residuals of a session go, and its rows in the batch.
     """
 
-    def __init__(self, batch: StepBatch, caches: Sequence[Cache]) -> None:
+    def __init__(self, batch: StepBatch, caches: Sequence[Cache], backend: Backend) -> None:
+        self.backend = backend
         self.spans = Spans([segment.pos for segment in batch.segments], [segment.rows for segment in batch.segments])
         slices = batch.slices
         self.taps = [(c.dflash_taps, where) for c, where in zip(caches, slices, strict=True) if c.dflash_taps is not None]
@@ -50,13 +56,13 @@ class Step:
         self._planes = np.stack([known.planes for known in self._addresses], axis=1)
         self._retained: dict[KvPlan, list[int]] = {}
         self._positions = batch.positions
-        self._tables: dict[bytes, tuple[F32, F32]] = {}
+        self._tables: dict[bytes, Rope] = {}
 
-    def rope(self, inv_freq: F32) -> tuple[F32, F32]:
-        """`ops.rope_tables` of the rows' positions, made once a step."""
+    def rope(self, inv_freq: F32) -> Rope:
+        """`Backend.rope_tables` of the rows' positions, made once a step."""
         key = inv_freq.tobytes()
         if key not in self._tables:
-            self._tables[key] = ops.rope_tables(self._positions, inv_freq)
+            self._tables[key] = self.backend.rope_tables(self._positions, inv_freq)
         return self._tables[key]
 
     def kv(self, il: int) -> KvBatch:
@@ -93,13 +99,13 @@ class Step:
 class Head:
     """The final norm and the output matrix."""
 
-    norm: F32
+    norm: Rows
     matrix: Matrix
     eps: float
 
-    def logits(self, x: F32, threads: Threads) -> F32:
+    def logits(self, x: Rows, backend: Backend) -> Rows:
         """f32 `[rows, n_vocab]` of hidden rows `[rows, n_embd]`."""
-        return matmul(ops.rms_norm(x, self.norm, self.eps), self.matrix, threads)
+        return backend.matmul(backend.rms_norm(x, self.norm, self.eps), self.matrix)
 
 
 class Forward(ABC):
@@ -108,15 +114,15 @@ class Forward(ABC):
     `layers` are the ones this forward runs. MTP/NextN blocks of the range are left out: a stage keeps their cache only.
     """
 
-    def __init__(self, weights: Weights, layers: range, device: CpuDev) -> None:
+    def __init__(self, weights: Weights, layers: range, device: Device) -> None:
         self.cfg: ModelConfig = weights.cfg
-        self.device = device
+        self.backend = device.backend
         self.layers = layers[: max(0, self.cfg.n_trunk - layers.start)]
         self.embedding: Weights | None = None
         self.head: Head | None = None
 
     @classmethod
-    def load(cls, path: str | PathLike[str], layers: range, device: CpuDev) -> Self:
+    def load(cls, path: str | PathLike[str], layers: range, device: Device) -> Self:
         """Reads the tensors of `layers`; the embedding if the first layer is among them, the head if the last is.
 
         Raises:
@@ -135,28 +141,31 @@ class Forward(ABC):
         """Tokens or hidden rows in; hidden rows, or the logits asked for on the last stage, out (see `StageModel`)."""
         if self.embedding is not None:
             x = self.embed(self.embedding, x)
-        x = self.run_layers(batch, x, caches)
-        if self.head is None:
-            return x
-        return self.logits(self.head, np.ascontiguousarray(x[batch.logit_rows]))
+        rows = self._run(batch, x, caches)
+        if self.head is not None:
+            rows = self.logits(self.head, self.backend.take(rows, batch.logit_rows))
+        return self.backend.download(rows)
 
     def run_layers(self, batch: StepBatch, x: F32, caches: Sequence[Cache]) -> F32:
         """The layers alone: f32 `[rows, n_embd]` in and out."""
-        x = np.array(x, np.float32, order="C")
-        step = Step(batch, caches)
+        return self.backend.download(self._run(batch, x, caches))
+
+    def _run(self, batch: StepBatch, x: F32, caches: Sequence[Cache]) -> Rows:
+        rows = self.backend.upload(np.asarray(x, np.float32))
+        step = Step(batch, caches, self.backend)
         for il in self.layers:
-            self.run_layer(il, x, step)
+            self.run_layer(il, rows, step)
             for taps, where in step.taps:
-                taps.write(il, x[where])
-        return x
+                taps.write(il, self.backend.download(rows[where]))
+        return rows
 
     def embed(self, weights: Weights, tokens: Array) -> F32:
         """The hidden rows of tokens: f32 `[rows, n_embd]`."""
         return weights.rows(EMBEDDING, tokens)
 
-    def logits(self, head: Head, x: F32) -> F32:
+    def logits(self, head: Head, x: Rows) -> Rows:
         """f32 `[rows, n_vocab]` of hidden rows `[rows, n_embd]`."""
-        return head.logits(x, self.device.threads)
+        return head.logits(x, self.backend)
 
     def workspace_bytes(self, max_rows: int) -> int:
         """Activations of the widest moment, and logits for every row on the last stage."""
@@ -168,7 +177,7 @@ class Forward(ABC):
         """The final norm and the output matrix."""
 
     @abstractmethod
-    def run_layer(self, il: int, x: F32, step: Step) -> None:
+    def run_layer(self, il: int, x: Rows, step: Step) -> None:
         """Layer `il` over f32 `x [rows, n_embd]`, in place; its rows or state go to the caches."""
 
     @abstractmethod
@@ -176,7 +185,7 @@ class Forward(ABC):
         """An upper bound of the f32 that layer `il` holds a row, beyond a few of `n_embd`."""
 
 
-def attend(il: int, spec: AttentionSpec, q: F32, k: F32, v: F32, step: Step, threads: Threads) -> F32:
+def attend(il: int, spec: AttentionSpec, q: Rows, k: Rows, v: Rows, step: Step) -> Rows:
     """Appends K and V rows of layer `il` to each session's cache and attends to it: f32 `[rows, n_head * head_dim_v]`.
 
     `q`, `k`, `v` are as of `split_heads`.
@@ -186,18 +195,13 @@ def attend(il: int, spec: AttentionSpec, q: F32, k: F32, v: F32, step: Step, thr
         CacheError: the rows do not fit, or one holds what the format cannot keep (see `append_rows`).
     """
     batch = step.kv(il)
-    append_rows(batch, k, v, step.retain_from(batch.layers))
-    return attend_rows(q, batch, spec, threads)
+    step.backend.append_rows(batch, k, v, step.retain_from(batch.layers))
+    return step.backend.attend_rows(q, batch, spec)
 
 
-def packed(parts: Sequence[F32], device: CpuDev) -> PackedMatrix:
+def packed(parts: Sequence[F32], backend: Backend) -> Matrix:
     """Matrices `[n_out, n_in]` stacked into one."""
-    matrix = PackedMatrix.empty(sum(len(part) for part in parts), parts[0].shape[1])
-    row = 0
-    for part in parts:
-        matrix.fill(row, part, device.threads)
-        row += len(part)
-    return matrix
+    return backend.pack(sum(len(part) for part in parts), parts[0].shape[1], parts)
 
 
 def head_tensor(tied: bool) -> str:
@@ -205,22 +209,19 @@ def head_tensor(tied: bool) -> str:
     return EMBEDDING if tied else "lm_head.weight"
 
 
-def load_head(weights: Weights, tied: bool, eps: float, device: CpuDev) -> Head:
+def load_head(weights: Weights, tied: bool, eps: float, backend: Backend) -> Head:
     """The head of a checkpoint. A matrix in q8_0 stays so: a quarter of the bytes to read for each token, the same bits.
 
     Raises:
         ConfigError: a tensor is missing or of another shape than the config says.
     """
-    norm = load_norm(weights, "model.norm.weight", weights.cfg.n_embd)
+    norm = backend.upload(load_norm(weights, "model.norm.weight", weights.cfg.n_embd))
     name, shape = head_tensor(tied), (weights.cfg.n_vocab, weights.cfg.n_embd)
     require_shape(weights, name, shape)
     blocks = weights.q8_0(name)
     if blocks is not None:
-        return Head(norm, Q8Matrix.pack(blocks, device.threads), eps)
-    matrix = PackedMatrix.empty(*shape)
-    for row, part in weights.chunks(name, HEAD_CHUNK_ROWS):
-        matrix.fill(row, part, device.threads)
-    return Head(norm, matrix, eps)
+        return Head(norm, backend.pack_q8_0(blocks), eps)
+    return Head(norm, backend.pack(*shape, (part for _, part in weights.chunks(name, HEAD_CHUNK_ROWS))), eps)
 
 
 def load_norm(weights: Weights, name: str, width: int) -> F32:

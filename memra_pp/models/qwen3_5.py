@@ -1,4 +1,4 @@
-"""The forward of Qwen3.5 and Qwen3-Next (text, dense) over a range of layers, on the CPU, batch-invariant.
+"""The forward of Qwen3.5 and Qwen3-Next (text, dense) over a range of layers, batch-invariant.
 
 Follows the published models (Hugging Face `Qwen3_5ForCausalLM` and `Qwen3NextForCausalLM`): gated delta nets, and every
 few layers gated attention with a partial rotary embedding.
@@ -9,17 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..config import KvPlan, ModelConfig, RecurrentPlan
 from ..config.fields import MAX_LAYERS, Fields
 from ..errors import ConfigError
-from ..kernels import CpuDev, ops
-from ..kernels.attention import AttentionSpec
-from ..kernels.delta import DeltaShape, conv_silu, delta_gates, delta_scan
-from ..kernels.heads import split_heads
-from ..kernels.matmul import PackedMatrix, matmul
-from .parts import F32, Forward, Head, Step, attend, inverse_frequencies, load_head, load_norm, load_tensor, packed
+from ..kernels.backend import Backend, Matrix, Rows
+from ..kernels.shapes import AttentionSpec, DeltaShape
+from .parts import F32, Device, Forward, Head, Step, attend, inverse_frequencies, load_head, load_norm, load_tensor, packed
 from .weights import Weights
 
 
@@ -92,11 +88,11 @@ class GatedAttention:
 
     attention: AttentionSpec
     inv_freq: F32
-    qkv: PackedMatrix
-    gate: PackedMatrix
-    q_norm: F32
-    k_norm: F32
-    o: PackedMatrix
+    qkv: Matrix
+    gate: Matrix
+    q_norm: Rows
+    k_norm: Rows
+    o: Matrix
 
 
 @dataclass(frozen=True)
@@ -104,39 +100,39 @@ class DeltaNet:
     """A gated delta net's mixer. `conv` is `[taps, channels]`, `rate` is e to the power of `A_log`, in f64."""
 
     shape: DeltaShape
-    qkv: PackedMatrix
-    z: PackedMatrix
-    ba: PackedMatrix
-    conv: F32
-    rate: NDArray[np.float64]
-    dt_bias: F32
-    norm: F32
-    o: PackedMatrix
+    qkv: Matrix
+    z: Matrix
+    ba: Matrix
+    conv: Rows
+    rate: Rows
+    dt_bias: Rows
+    norm: Rows
+    o: Matrix
 
 
 @dataclass(frozen=True)
 class Qwen35Layer:
     """One layer's weights; its norms include the `1 + w` (a delta net's own has none)."""
 
-    input_norm: F32
+    input_norm: Rows
     mixer: GatedAttention | DeltaNet
-    post_attention_norm: F32
-    gate: PackedMatrix
-    up: PackedMatrix
-    down: PackedMatrix
+    post_attention_norm: Rows
+    gate: Matrix
+    up: Matrix
+    down: Matrix
 
 
 class Qwen35(Forward):
     """A `StageModel`: Qwen3.5's or Qwen3-Next's layers of one stage."""
 
-    def __init__(self, weights: Weights, layers: range, device: CpuDev) -> None:
+    def __init__(self, weights: Weights, layers: range, device: Device) -> None:
         super().__init__(weights, layers, device)
         self.params = Qwen35Params.of(weights.cfg)
-        self._weights = {il: _Loader(weights, self.params, il, device).layer() for il in self.layers}
+        self._weights = {il: _Loader(weights, self.params, il, self.backend).layer() for il in self.layers}
 
     def load_head(self, weights: Weights) -> Head:
         """The final norm and the output matrix."""
-        return load_head(weights, self.params.tied, self.params.eps, self.device)
+        return load_head(weights, self.params.tied, self.params.eps, self.backend)
 
     def layer_width(self, il: int) -> int:
         """What a mixer's projections and their results take, or gate and up."""
@@ -144,41 +140,38 @@ class Qwen35(Forward):
             case GatedAttention() as attention:
                 mixer = 2 * attention.qkv.n_out + 3 * attention.gate.n_out
             case DeltaNet() as net:
-                mixer = 3 * net.qkv.n_out + 3 * net.z.n_out + 2 * net.ba.n_out
-        return max(mixer, 2 * self.params.n_ff)
+                mixer = 3 * net.qkv.n_out + 4 * net.z.n_out + 2 * net.ba.n_out
+        return int(max(mixer, 2 * self.params.n_ff))
 
-    def run_layer(self, il: int, x: F32, step: Step) -> None:
+    def run_layer(self, il: int, x: Rows, step: Step) -> None:
         """Layer `il` over f32 `x [rows, n_embd]`, in place."""
-        layer, eps, threads = self._weights[il], self.params.eps, self.device.threads
+        layer, eps, ops = self._weights[il], self.params.eps, self.backend
         h = ops.rms_norm(x, layer.input_norm, eps)
         match layer.mixer:
             case GatedAttention() as mixer:
                 mixed = self._attention(mixer, il, h, step)
             case DeltaNet() as mixer:
                 mixed = self._delta_net(mixer, il, h, step)
-        ops.add_into(x, matmul(mixed, layer.mixer.o, threads))
+        ops.add_into(x, ops.matmul(mixed, layer.mixer.o))
         h = ops.rms_norm(x, layer.post_attention_norm, eps)
-        gate = matmul(h, layer.gate, threads)
-        ops.silu_mul(gate, matmul(h, layer.up, threads))
-        ops.add_into(x, matmul(gate, layer.down, threads))
+        gate = ops.matmul(h, layer.gate)
+        ops.silu_mul(gate, ops.matmul(h, layer.up))
+        ops.add_into(x, ops.matmul(gate, layer.down))
 
-    def _attention(self, mixer: GatedAttention, il: int, h: F32, step: Step) -> F32:
-        threads = self.device.threads
-        qkv, rope = matmul(h, mixer.qkv, threads), step.rope(mixer.inv_freq)
-        q, k, v = split_heads(qkv, mixer.attention, mixer.q_norm, mixer.k_norm, self.params.eps, rope)
-        mixed = attend(il, mixer.attention, q, k, v, step, threads)
-        ops.sigmoid_mul(mixed, matmul(h, mixer.gate, threads))
+    def _attention(self, mixer: GatedAttention, il: int, h: Rows, step: Step) -> Rows:
+        qkv, rope = self.backend.matmul(h, mixer.qkv), step.rope(mixer.inv_freq)
+        q, k, v = self.backend.split_heads(qkv, mixer.attention, mixer.q_norm, mixer.k_norm, self.params.eps, rope)
+        mixed = attend(il, mixer.attention, q, k, v, step)
+        self.backend.sigmoid_mul(mixed, self.backend.matmul(h, mixer.gate))
         return mixed
 
-    def _delta_net(self, net: DeltaNet, il: int, h: F32, step: Step) -> F32:
-        threads = self.device.threads
-        qkv, z = matmul(h, net.qkv, threads), matmul(h, net.z, threads)
-        beta, decay = delta_gates(matmul(h, net.ba, threads), net.rate, net.dt_bias)
-        states = step.states(il)
-        mixed = delta_scan(conv_silu(qkv, net.conv, states, threads), beta, decay, net.shape, states, threads)
-        by_head = mixed.reshape(-1, len(net.norm))
-        ops.rms_norm(by_head, net.norm, self.params.eps, out=by_head)
-        ops.silu_mul(z, mixed)
+    def _delta_net(self, net: DeltaNet, il: int, h: Rows, step: Step) -> Rows:
+        ops, states = self.backend, step.states(il)
+        qkv, z = ops.matmul(h, net.qkv), ops.matmul(h, net.z)
+        beta, decay = ops.delta_gates(ops.matmul(h, net.ba), net.rate, net.dt_bias)
+        mixed = ops.delta_scan(ops.conv_silu(qkv, net.conv, states), beta, decay, net.shape, states)
+        by_head = ops.rms_norm(mixed.reshape(-1, net.shape.d_v), net.norm, self.params.eps)
+        ops.silu_mul(z, by_head.reshape(z.shape))
         return z
 
 
@@ -189,7 +182,7 @@ class _Loader:
     weights: Weights
     params: Qwen35Params
     il: int
-    device: CpuDev
+    backend: Backend
 
     def layer(self) -> Qwen35Layer:
         n_embd, n_ff = self.weights.cfg.n_embd, self.params.n_ff
@@ -241,10 +234,10 @@ class _Loader:
             qkv=self.packed(*qkv),
             z=self.packed(z),
             ba=self.packed(*ba),
-            conv=np.ascontiguousarray(conv[:, 0].T),
-            rate=np.exp(self.tensor("linear_attn.A_log", n_v).astype(np.float64)),
-            dt_bias=self.tensor("linear_attn.dt_bias", n_v),
-            norm=self.tensor("linear_attn.norm.weight", d_v),
+            conv=self.backend.upload(conv[:, 0].T),
+            rate=self.backend.upload(np.exp(self.tensor("linear_attn.A_log", n_v).astype(np.float64))),
+            dt_bias=self.backend.upload(self.tensor("linear_attn.dt_bias", n_v)),
+            norm=self.backend.upload(self.tensor("linear_attn.norm.weight", d_v)),
             o=self.packed(self.matrix("linear_attn.out_proj", self.weights.cfg.n_embd, shape.value_width)),
         )
 
@@ -258,8 +251,8 @@ class _Loader:
         """`[n_out, n_in]`, `n_embd` wide unless said otherwise."""
         return self.tensor(f"{name}.weight", n_out, self.weights.cfg.n_embd if n_in is None else n_in)
 
-    def norm(self, name: str, width: int) -> F32:
-        return load_norm(self.weights, self.name(f"{name}.weight"), width)
+    def norm(self, name: str, width: int) -> Rows:
+        return self.backend.upload(load_norm(self.weights, self.name(f"{name}.weight"), width))
 
     def tensor(self, name: str, *shape: int) -> F32:
         return load_tensor(self.weights, self.name(name), *shape)
@@ -267,5 +260,5 @@ class _Loader:
     def name(self, name: str) -> str:
         return f"model.layers.{self.il}.{name}"
 
-    def packed(self, *parts: F32) -> PackedMatrix:
-        return packed(parts, self.device)
+    def packed(self, *parts: F32) -> Matrix:
+        return packed(parts, self.backend)

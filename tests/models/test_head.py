@@ -39,7 +39,7 @@ def head_of(path, device, tensors):
     writer.write_tensors_to_file()
     writer.close()
     weights = open_weights(path)
-    head = load_head(weights, "output.weight" not in tensors, 1e-6, device)
+    head = load_head(weights, "output.weight" not in tensors, 1e-6, device.backend)
     return head, weights.bytes_read
 
 
@@ -56,7 +56,7 @@ def test_a_matrix_in_q8_0_gives_the_logits_of_its_f32(tmp_path, device, name):
     assert bytes_read == BLOCKS.nbytes + 4 * N_EMBD
     for rows in (1, 3, 30):
         x = np.random.default_rng(rows).standard_normal((rows, N_EMBD), dtype=np.float32)
-        np.testing.assert_array_equal(kept.logits(x, device.threads), plain.logits(x, device.threads))
+        np.testing.assert_array_equal(kept.logits(x, device.backend), plain.logits(x, device.backend))
 
 
 @pytest.mark.parametrize("kind", [Q.F32, Q.Q5_1, Q.Q4_0])

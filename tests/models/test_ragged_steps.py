@@ -88,7 +88,7 @@ def test_what_each_ring_must_keep_is_its_own() -> None:
         cache.pos = pos
     caches[0].snapshot()
     caches[0].pos = 5200
-    step = Step(StepBatch(tuple(Segment(cache.pos, 1) for cache in caches)), caches)
+    step = Step(StepBatch(tuple(Segment(cache.pos, 1) for cache in caches)), caches, CpuDev().backend)
     kept = [step.retain_from(step.kv(il).layers) for il in range(6)]
     assert kept == [[4960, 256, 0], [0, 0, 0], [4896, 192, 0]] * 2
     for il, own in enumerate(kept):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -200,10 +200,9 @@ class Cache:
             CacheError: `snap` was closed, or is another cache's; nothing has changed.
         """
         self.mark_snapshot(snap, self.plan.pos, pin)
-        for il, copy in snap.states.items():
-            layer = self.state(il)
-            _copy(layer.dev, copy.conv, layer.conv_state)
-            _copy(layer.dev, copy.ssm, layer.ssm_state)
+        _copy_all(
+            (layer.dev, [(copy.conv, layer.conv_state), (copy.ssm, layer.ssm_state)]) for layer, copy in self._copies(snap)
+        )
 
     def mark_snapshot(self, snap: CacheSnapshot, pos: int, pin: bool = True) -> None:
         """Makes `snap` one of row `pos`, after a step over that row whose forward has copied the states there into it.
@@ -241,10 +240,9 @@ class Cache:
             layer = self.kv[il]
             if layer is not None and length >= snap.pos:
                 layer.set_len(length + accept)
-        for il, copy in snap.states.items():
-            recur = self.state(il)
-            _copy(recur.dev, recur.conv_state, copy.conv)
-            _copy(recur.dev, recur.ssm_state, copy.ssm)
+        _copy_all(
+            (recur.dev, [(recur.conv_state, copy.conv), (recur.ssm_state, copy.ssm)]) for recur, copy in self._copies(snap)
+        )
 
     def forget(self, snap: CacheSnapshot) -> None:
         """Stops owning a snapshot that gave its bytes back."""
@@ -276,6 +274,9 @@ class Cache:
                 case _:
                     pass
 
+    def _copies(self, snap: CacheSnapshot) -> list[tuple[RecurLayer, StateCopy]]:
+        return [(self.state(il), copy) for il, copy in snap.states.items()]
+
     def _free_layers(self) -> None:
         owned: list[KvLayer | RecurLayer] = [layer for layer in (*self.kv, *self.recur) if layer is not None]
         for layer in owned:
@@ -285,5 +286,10 @@ class Cache:
         self._attention = []
 
 
-def _copy(dev: KvDev, dst: Buffer, src: Buffer) -> None:
-    dev.copy_into(dst, 0, src, len(src))
+def _copy_all(layers: Iterable[tuple[KvDev, list[tuple[Buffer, Buffer]]]]) -> None:
+    """The copies of all layers of a device at once."""
+    devices: dict[int, tuple[KvDev, list[tuple[Buffer, Buffer]]]] = {}
+    for dev, copies in layers:
+        devices.setdefault(id(dev), (dev, []))[1].extend(copies)
+    for dev, copies in devices.values():
+        dev.copy_all(copies)

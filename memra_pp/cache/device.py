@@ -41,6 +41,9 @@ class KvDev(Protocol):
     def copy_into(self, dst: Buffer, off: int, src: Buffer, length: int) -> None:
         """Copies `length` elements of `src` to `dst[off:]`; the two do not overlap."""
 
+    def copy_all(self, copies: Sequence[tuple[Buffer, Buffer]]) -> None:
+        """Copies each `(dst, src)`, buffers of one size that do not overlap: all of a snapshot at once."""
+
     def set_i32_one(self, d: Buffer, value: int) -> None:
         """Sets the single i32 of `d` in place: its address never changes."""
 

@@ -67,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         help="cut evenly, where most sessions fit, or where measured decode (time for short) or prefill is fastest",
     )
     run.add_argument("--backend", default="ray", choices=("ray", "local"), help="Ray actors, or all in this process")
+    run.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="what stages run on (default: auto)")
     run.add_argument("--max-new", type=count, default=64, help="most tokens to generate (default: 64)")
     run.add_argument("--max-ctx", type=int, help="longest context in tokens (default: the model's)")
     run.add_argument("--threads", type=int, help="kernel threads a stage (default: the cores shared out)")

@@ -42,6 +42,7 @@ def run(args: argparse.Namespace) -> None:
         stages=args.stages,
         cuts=args.cuts,
         balance=args.balance,
+        devices=args.device,
         backend=args.backend,
         policy=formats,
         max_ctx=args.max_ctx,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from os import PathLike
@@ -16,6 +15,7 @@ from ..cache.formats import resolved
 from ..config import ModelConfig
 from ..config.fence import nearest_even_fence
 from ..errors import ConfigError, checked_int, require
+from ..kernels.devices import kind_of, require_gpus
 from ..models import stage_model_for
 from ..models.protocol import StageModel
 from ..stage.spec import StageSpec
@@ -66,8 +66,9 @@ def launch(
         balance: how `stages` are cut: `even`; `bytes`, where the most sessions of `max_ctx` rows fit beside the weights; or
             `time:decode` (`time` for short) or `time:prefill`, where the slowest stage takes the least time for such a step.
             That is measured first, here, in some seconds, a layer at a time (see `measure_layers`), and told by `stats()`.
-        devices: a name a stage, `cpu` or `cpu:N`; stages that name the same one share its bytes. `auto`: the names in
-            `MEMRA_PP_DEVICES`, separated by commas, else a device a stage.
+        devices: a name a stage, `cpu`, `cpu:N`, `cuda` or `cuda:N`; stages that name the same `cpu` share its bytes, a GPU has
+            one stage. `cpu` or `cuda`: one of that kind for each stage. `auto`: the names in `MEMRA_PP_DEVICES`, separated
+            by commas, else `cpu`.
         backend: `ray` (one actor a stage) or `local` (all stages in this process).
         policy: K/V formats and ring switch (default: from the environment, once, here).
         mtp: keep cache for MTP/NextN blocks, on the last stage.
@@ -125,7 +126,7 @@ def launch(
             threads=threads,
             max_rows=prefill_chunk,
             device=device,
-            share=n,
+            share=n if kind_of(device) == "cpu" else 1,
             budget_bytes=budget,
         )
         for s, (device, budget) in enumerate(zip(names, budgets, strict=True))
@@ -143,6 +144,7 @@ def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progre
 
             return launch_ray(specs, model, progress)
         case "local":
+            require_gpus([spec.device for spec in specs])
             return _local_chain(specs, model, progress)
         case _:
             raise ConfigError(f"backend={backend!r}: choose ray or local")
@@ -187,16 +189,16 @@ def _check_balance(balance: str, stages: int | None, cuts: Sequence[int] | None)
 def _device_names(devices: str | Sequence[str], stages: int) -> list[str]:
     """The device of every stage."""
     if isinstance(devices, str):
-        require(devices == "auto", ConfigError, "devices", devices, "auto, or a list of names, one a stage")
+        require(devices in ("auto", "cpu", "cuda"), ConfigError, "devices", devices, "auto, cpu, cuda, or a list of names")
         listed = os.environ.get("MEMRA_PP_DEVICES", "").strip()
-        if not listed:
-            return [f"cpu:{s}" for s in range(stages)]
+        if devices != "auto" or not listed:
+            return [f"{'cpu' if devices == 'auto' else devices}:{s}" for s in range(stages)]
         devices = [name.strip() for name in listed.split(",")]
     names = list(devices)
     require(len(names) == stages, ConfigError, "devices", names, f"{stages} names, one a stage")
-    for name in names:
-        known = isinstance(name, str) and re.fullmatch(r"cpu(:\d{1,4})?", name) is not None
-        require(known, ConfigError, "a device", name, "cpu or cpu:N; this build runs on the CPU only")
+    gpus = [name for name in names if kind_of(name) == "cuda"]
+    if len(set(gpus)) < len(gpus):
+        raise ConfigError(f"devices={names}: a GPU holds one stage; name another for each, or launch with fewer stages")
     return names
 
 

@@ -22,6 +22,7 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from ..admission import pooled
 from ..errors import ConfigError, LaneError, MemraError, StageError
+from ..kernels.devices import kind_of, require_gpus
 from ..models.protocol import StageModel
 from ..stage.actor import StageActor, node_ip
 from ..stage.lanes import KEY_BYTES, Lane, Listener, connect
@@ -165,9 +166,11 @@ def launch_ray(specs: Sequence[StageSpec], model: type[StageModel], progress: Pr
     """Starts one actor a stage, loads them in parallel and wires them into a chain.
 
     Raises:
-        ConfigError: the weights cannot be used, or the cluster has not enough CPUs.
+        ConfigError: the weights cannot be used, or the cluster has not enough CPUs or GPUs.
         StageError: a stage did not start in time; nothing is left running.
     """
+    if not (ray.is_initialized() or os.environ.get("RAY_ADDRESS")):
+        require_gpus([spec.device for spec in specs])  # of this machine: the one node of the Ray that is started then
     launching = _Launch(specs, model, progress)
     try:
         return launching.run()
@@ -270,9 +273,11 @@ class _Launch:
             time.sleep(EXIT_POLL_S)
 
     def _place(self) -> None:
-        self._await_cpus()
+        gpus = [float(kind_of(spec.device) == "cuda") for spec in self._specs]
+        self._await("CPU", len(self._specs))
+        self._await("GPU", sum(gpus))
         actor_class: Any = StageActor
-        placed = [actor_class.options(num_cpus=1).remote(self._key) for _ in self._specs]
+        placed = [actor_class.options(num_cpus=1, num_gpus=gpu).remote(self._key) for gpu in gpus]
         self._actors = placed
         where = self._each([actor.where.remote() for actor in placed], START_S)
         nodes = list(dict.fromkeys(w["node"] for w in where))
@@ -280,13 +285,17 @@ class _Launch:
         self._actors = [placed[i] for i in order]
         self._where = [where[i] for i in order]
 
-    def _await_cpus(self) -> None:
-        """Waits a little for CPUs that a pipeline before this one has just given back; a group that cannot fit would else
-        stay pending without an error."""
-        need, deadline = len(self._specs), time.monotonic() + STOP_S
-        while (have := ray.available_resources().get("CPU", 0)) < need:  # type: ignore[no-untyped-call]
-            if time.monotonic() > deadline:
-                raise ConfigError(f"{need} stages need a CPU each and this Ray cluster has {have:.0f} free: use fewer stages")
+    def _await(self, kind: str, need: float) -> None:
+        """Waits a little for what a pipeline before this one has just given back; actors that cannot be placed would else stay
+        pending without an error."""
+        deadline = time.monotonic() + STOP_S
+        while (have := ray.available_resources().get(kind, 0)) < need:  # type: ignore[no-untyped-call]
+            owned = ray.cluster_resources().get(kind, 0)  # type: ignore[no-untyped-call]
+            if owned < need or time.monotonic() > deadline:
+                raise ConfigError(
+                    f"{need:.0f} stages need a {kind} each and this Ray cluster has {have:.0f} of {owned:.0f} free: "
+                    "use fewer stages, or other devices"
+                )
             time.sleep(EXIT_POLL_S)
 
     def _load(self, steps: int) -> list[str]:

@@ -48,6 +48,10 @@ class CpuDev(ArenaDev):
 
         return CpuBackend(self.threads)
 
+    def spare_bytes(self) -> int:
+        """What the machine has available."""
+        return available_bytes()
+
     def close(self) -> None:
         """Ends the device's threads, and lets go of the arena."""
         self.threads.close()

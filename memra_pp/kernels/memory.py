@@ -15,6 +15,7 @@ from numpy.typing import DTypeLike
 from ..cache import Buffer
 from ..cache.sizing import SLAB_ALIGN, round_up
 from ..errors import CacheError, CapacityExceeded, ConfigError
+from .backend import Backend
 
 
 class Memory(ABC):
@@ -81,6 +82,11 @@ class Memory(ABC):
             )
         self._copy(dst[off : off + length], src[:length])
 
+    def copy_all(self, copies: Sequence[tuple[Buffer, Buffer]]) -> None:
+        """Copies each `(dst, src)`, buffers of one size and dtype that do not overlap."""
+        for dst, src in copies:
+            self._copy(dst, src)
+
     def set_i32_one(self, d: Buffer, value: int) -> None:
         """Sets the single i32 of `d` in place."""
         self._write(d, (value,))
@@ -134,6 +140,15 @@ class ArenaDev(Memory):
         self.peak_bytes = 0
         self._slabs: list[tuple[int, int]] = []
         self._arena: Buffer | None = None
+
+    @property
+    @abstractmethod
+    def backend(self) -> Backend:
+        """The array operations on this device."""
+
+    @abstractmethod
+    def spare_bytes(self) -> int:
+        """Bytes that whoever runs here could still have, whatever this device's budget."""
 
     @abstractmethod
     def _map(self, size: int) -> Buffer:
@@ -252,6 +267,10 @@ class Slab(Memory):
         start = self.used
         self.used += round_up(size, SLAB_ALIGN)
         return self._memory[start : start + size]
+
+    def copy_all(self, copies: Sequence[tuple[Buffer, Buffer]]) -> None:
+        """As a device does."""
+        self._dev.copy_all(copies)
 
     def _copy(self, dst: Buffer, src: Buffer) -> None:
         self._dev._copy(dst, src)

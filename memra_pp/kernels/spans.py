@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import add
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class Spans:
         ends: the position behind each session's last row.
         total: rows in all.
         table: i64 `[sessions, 3]`, columns `START`, `ROWS`, `POS`.
+        on_device: a device's copy of it, for a backend to keep.
 
     Raises:
         InputError: a position or a number of rows is negative.
@@ -38,6 +40,7 @@ class Spans:
         starts = list(accumulate(self.rows, initial=0))
         self.total = starts.pop()
         self.table: I64Array = np.array([*zip(starts, self.rows, self.pos, strict=True)], np.int64).reshape(-1, 3)
+        self.on_device: Any = None
         self._first_keys: dict[int | None, list[int]] = {}
         self._blocks: dict[tuple[int, int | None], tuple[I64Array, int]] = {}
 

@@ -116,7 +116,7 @@ class Forward(ABC):
 
     def __init__(self, weights: Weights, layers: range, device: Device) -> None:
         self.cfg: ModelConfig = weights.cfg
-        self.backend = device.backend
+        self.device, self.backend = device, device.backend
         self.layers = layers[: max(0, self.cfg.n_trunk - layers.start)]
         self.embedding: Weights | None = None
         self.head: Head | None = None

@@ -40,7 +40,7 @@ class StageActor:
 
     def load(self, spec: StageSpec, model: type[StageModel], address: str) -> str:
         """Loads the stage's weights and listens at `address`; the address to connect to."""
-        self._worker = StageWorker.load(spec, model)
+        self._worker = StageWorker.load(spec, model, gpu=0)  # Ray shows an actor the GPUs that are its own
         self._listener = Listener(address, self._key)
         return self._listener.address
 

@@ -15,8 +15,8 @@ class StageSpec:
     """One stage of a pipeline.
 
     `model` is the path of the weights; `device` names where the stage runs, and stages of one name share its memory; `share`
-    is the number of stages that divide this machine's memory; `budget_bytes` is the stage's part of its device's bytes for
-    sessions (None: what is free after loading).
+    is the number of stages that divide the memory of this machine, or of this GPU; `budget_bytes` is the stage's part of its
+    device's bytes for sessions (None: what is free after loading).
     """
 
     model: str

@@ -15,8 +15,8 @@ import numpy as np
 from ..admission import Device, SessionShape
 from ..cache import slab_bytes
 from ..errors import CapacityExceeded, InputError, MemraError, StageError, checked_int, require
-from ..kernels import CpuDev
-from ..kernels.cpu import available_bytes
+from ..kernels.devices import open_device
+from ..kernels.memory import ArenaDev
 from ..models.protocol import Array, Segment, StageModel, StepBatch
 from . import frames, taps
 from .answers import answers
@@ -57,7 +57,7 @@ class StageWorker:
 
     spec: StageSpec
     model: StageModel
-    device: CpuDev
+    device: ArenaDev
     epoch: int = 1
     counters: StageCounters = field(default_factory=StageCounters)
     sessions: dict[int, StageSession] = field(default_factory=dict)
@@ -72,13 +72,13 @@ class StageWorker:
         self._most_wanted = ARGMAX + self.spec.cfg.n_vocab
 
     @classmethod
-    def load(cls, spec: StageSpec, model: type[StageModel]) -> StageWorker:
-        """Loads the stage's weights.
+    def load(cls, spec: StageSpec, model: type[StageModel], gpu: int | None = None) -> StageWorker:
+        """Loads the stage's weights. `gpu` is the place of its GPU among those that this process sees (None: as it is named).
 
         Raises:
-            ConfigError: the weights are missing, damaged or not of this model.
+            ConfigError: the weights are missing, damaged or not of this model, or the device is not there.
         """
-        device = CpuDev(threads=spec.threads)
+        device = open_device(spec.device, spec.threads, gpu)
         try:
             return cls(spec=spec, model=model.load(spec.model, spec.layers, device), device=device)
         except BaseException:
@@ -93,9 +93,9 @@ class StageWorker:
         """
         budget = self.spec.budget_bytes
         if budget is None:
-            budget = available_bytes() // self.spec.share - self._workspace - RESERVE_BYTES
+            budget = self.device.spare_bytes() // self.spec.share - self._workspace - RESERVE_BYTES
             if budget < 1:
-                raise StageError(f"{self.spec}: no memory is left for caches: {-budget} bytes short; use more machines")
+                raise StageError(f"{self.spec}: no memory is left for caches: {-budget} bytes short; use more devices")
         return Device(self.spec.device, budget, self.device.granularity)
 
     def reserve(self, budget: int) -> None:

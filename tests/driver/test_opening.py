@@ -480,9 +480,9 @@ def test_stages_may_share_a_device(hybrid, charges, monkeypatch):
     "options",
     [
         {"devices": ["cpu:0"]},
-        {"devices": ["cpu:0", "cuda:0"]},
+        {"devices": ["cpu:0", "gpu:0"]},
         {"devices": ["cpu:0", 1]},
-        {"devices": "cpu"},
+        {"devices": "gpu"},
         {"bypass": -1},
         {"bypass": 1.5},
         {"tenant_share": 0},

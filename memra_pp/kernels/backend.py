@@ -56,6 +56,10 @@ class Backend(ABC):
         """`x / sqrt(mean(x^2) + eps) * weight` of each row of `x [rows, width]`."""
 
     @abstractmethod
+    def add_rms_norm(self, acc: Rows, x: Rows, weight: Rows, eps: float) -> None:
+        """`acc += rms_norm(x, weight, eps)`."""
+
+    @abstractmethod
     def add_into(self, acc: Rows, x: Rows) -> None:
         """`acc += x`."""
 

@@ -53,6 +53,9 @@ class CpuBackend(Backend):
     def rms_norm(self, x: F32Array, weight: F32Array, eps: float) -> F32Array:
         return ops.rms_norm(x, weight, eps)
 
+    def add_rms_norm(self, acc: F32Array, x: F32Array, weight: F32Array, eps: float) -> None:
+        ops.add_into(acc, ops.rms_norm(x, weight, eps))
+
     def add_into(self, acc: F32Array, x: F32Array) -> None:
         ops.add_into(acc, x)
 

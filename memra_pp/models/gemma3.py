@@ -114,11 +114,11 @@ class Gemma3(Forward):
         layer, eps, ops = self._weights[il], self.params.eps, self.backend
         h = ops.rms_norm(x, layer.input_norm, eps)
         mixed = self._attention(layer, il, h, step)
-        ops.add_into(x, ops.rms_norm(ops.matmul(mixed, layer.o), layer.post_attention_norm, eps))
+        ops.add_rms_norm(x, ops.matmul(mixed, layer.o), layer.post_attention_norm, eps)
         h = ops.rms_norm(x, layer.pre_feedforward_norm, eps)
         gate = ops.matmul(h, layer.gate)
         ops.gelu_tanh_mul(gate, ops.matmul(h, layer.up))
-        ops.add_into(x, ops.rms_norm(ops.matmul(gate, layer.down), layer.post_feedforward_norm, eps))
+        ops.add_rms_norm(x, ops.matmul(gate, layer.down), layer.post_feedforward_norm, eps)
 
     def _attention(self, layer: Gemma3Layer, il: int, h: Rows, step: Step) -> Rows:
         qkv, rope = self.backend.matmul(h, layer.qkv), step.rope(layer.inv_freq)

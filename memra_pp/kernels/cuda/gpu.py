@@ -1,0 +1,170 @@
+"""`Gpu`: what the backend asks of a device: arrays on it, copies to and from it, and launches, all on one stream."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from ...errors import CapacityExceeded, ConfigError
+from .compile import INSTALL, cubin
+
+DeviceArray: TypeAlias = Any
+"""A C-contiguous array in device memory, with NumPy's `shape`, `dtype`, `size`, `reshape`, `view` and slices of its first
+axis: a CuPy array on a GPU."""
+Size: TypeAlias = tuple[int, ...]
+"""Of a grid or a block: one to three numbers."""
+
+
+class Gpu(ABC):
+    """A device and a stream on it. Everything is done in the order in which it was asked for.
+
+    Attributes:
+        name: what messages call it.
+    """
+
+    name: str
+
+    @abstractmethod
+    def free_bytes(self) -> int:
+        """Bytes that the device can still give."""
+
+    @abstractmethod
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """An array of any values.
+
+        Raises:
+            CapacityExceeded: the device has not that many bytes.
+        """
+
+    @abstractmethod
+    def upload(self, array: NDArray[Any]) -> DeviceArray:
+        """A copy on the device. Raises as `empty`."""
+
+    @abstractmethod
+    def download(self, array: DeviceArray) -> NDArray[Any]:
+        """A copy on the host, once all before it is done."""
+
+    @abstractmethod
+    def clear(self, array: DeviceArray) -> None:
+        """Zeroes an array."""
+
+    @abstractmethod
+    def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
+        """Copies between arrays of one shape and dtype that do not overlap."""
+
+    @abstractmethod
+    def address(self, array: DeviceArray) -> int:
+        """Where an array begins on the device."""
+
+    @abstractmethod
+    def launch(self, kernel: str, grid: Size, block: Size, args: Sequence[Any], shared: int = 0) -> None:
+        """Launches a kernel of `src/kernels.cu` on a grid of blocks of threads, each with `shared` bytes.
+
+        `args` are device arrays and NumPy scalars of the very types that the kernel declares.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for what is under way, and gives back what is kept for later arrays."""
+
+
+class CupyGpu(Gpu):
+    """A GPU by CuPy, on a stream of its own that does not wait for others.
+
+    Args:
+        index: its number among the visible devices.
+
+    Raises:
+        ConfigError: CuPy is not installed, or there is no such GPU.
+    """
+
+    def __init__(self, index: int = 0) -> None:
+        self._cupy = cupy = _cupy()
+        count = visible_gpus()
+        if not 0 <= index < count:
+            raise ConfigError(f"GPU {index} of {count}: there is none; use --device cpu, or look at CUDA_VISIBLE_DEVICES")
+        self._device = cupy.cuda.Device(index)
+        with self._device:
+            properties = cupy.cuda.runtime.getDeviceProperties(index)
+            self.name = f"{properties['name'].decode()} {uuid_of(properties)}"
+            self._stream = cupy.cuda.Stream(non_blocking=True)
+            self._module = cupy.RawModule(path=str(cubin(f"sm_{properties['major']}{properties['minor']}")))
+        self._functions: dict[str, Any] = {}
+
+    def free_bytes(self) -> int:
+        with self._device:
+            return int(self._cupy.cuda.runtime.memGetInfo()[0]) + int(self._cupy.get_default_memory_pool().free_bytes())
+
+    def empty(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        try:
+            with self._device, self._stream:
+                return self._cupy.empty(shape, dtype)
+        except self._cupy.cuda.memory.OutOfMemoryError as error:
+            raise CapacityExceeded(f"{self.name}: {error}; close sessions, or pass a smaller budget_bytes") from error
+
+    def upload(self, array: NDArray[Any]) -> DeviceArray:
+        out = self.empty(array.shape, array.dtype)
+        with self._device:
+            out.set(np.ascontiguousarray(array), stream=self._stream)
+        return out
+
+    def download(self, array: DeviceArray) -> NDArray[Any]:
+        with self._device:
+            host: NDArray[Any] = array.get(stream=self._stream)
+        return host
+
+    def clear(self, array: DeviceArray) -> None:
+        with self._device:
+            array.data.memset_async(0, array.nbytes, self._stream)
+
+    def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
+        with self._device:
+            dst.data.copy_from_device_async(src.data, src.nbytes, self._stream)
+
+    def address(self, array: DeviceArray) -> int:
+        return int(array.data.ptr)
+
+    def launch(self, kernel: str, grid: Size, block: Size, args: Sequence[Any], shared: int = 0) -> None:
+        function = self._functions.get(kernel)
+        if function is None:
+            function = self._functions[kernel] = self._module.get_function(kernel)
+        if shared > function.max_dynamic_shared_size_bytes:
+            function.max_dynamic_shared_size_bytes = shared
+        with self._device, self._stream:
+            function(grid, block, tuple(args), shared_mem=shared)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+        with self._device:
+            self._cupy.get_default_memory_pool().free_all_blocks()
+
+
+def visible_gpus() -> int:
+    """How many GPUs this process sees; none without a driver.
+
+    Raises:
+        ConfigError: CuPy is not installed.
+    """
+    runtime = _cupy().cuda.runtime
+    try:
+        return int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError:
+        return 0
+
+
+def uuid_of(properties: dict[str, Any]) -> str:
+    """A device's name that stays the same however devices are numbered, as `nvidia-smi -L` writes it."""
+    digits = bytes(properties["uuid"]).hex()
+    return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))
+
+
+def _cupy() -> Any:
+    try:
+        import cupy
+    except ImportError as error:
+        raise ConfigError(f"the CUDA backend needs CuPy ({error}): {INSTALL}") from error
+    return cupy

@@ -1,0 +1,33 @@
+"""Every test of a kernel's bytes again, with the kernels sanitized: no access outside an array, nothing undefined."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from on_cpu import sanitizer_environment
+
+HERE = Path(__file__).parent
+FILES = sorted(str(path) for path in HERE.glob("test_cuda_*.py") if path.name != "test_cuda_compile.py")
+
+
+@pytest.mark.parametrize("sanitize", ["address", "undefined"])
+def test_no_kernel_steps_outside_its_arrays(sanitize: str) -> None:
+    """In one order of threads: what a kernel touches does not depend on it."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-k",
+        "not reversed and not shuffled",
+        "-p",
+        "no:cacheprovider",
+        *FILES,
+    ]
+    environment = {**sanitizer_environment(sanitize), "KERNELS_SANITIZE": sanitize}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, cwd=HERE.parents[1])
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -132,16 +132,17 @@ class Pipeline:
         concurrency: int = MANY,
     ) -> AsyncGenerator[tuple[int, int], None]:
         """`memra_pp.Pipeline.generate_many`."""
-        many = self.sync.generate_many(
-            prompts, max_new_tokens=max_new_tokens, sampling=sampling, draft=draft, concurrency=concurrency
-        )
-        loop = asyncio.get_running_loop()
-        with ThreadPoolExecutor(1, "memra-many") as thread:  # one: an end waits for the step under way
-            try:
-                while (item := await loop.run_in_executor(thread, next, many, None)) is not None:
-                    yield item
-            finally:
-                await asyncio.shield(loop.run_in_executor(thread, many.close))
+        many = self.sync.many(prompts, self.sync.ask(max_new_tokens, sampling, draft), concurrency)
+        tokens, loop = many.run(), asyncio.get_running_loop()
+        thread = ThreadPoolExecutor(1, "memra-many")  # one: an end waits for the step under way
+        try:
+            while (item := await loop.run_in_executor(thread, next, tokens, None)) is not None:
+                yield item
+        finally:
+            many.stop()
+            ended = loop.run_in_executor(thread, tokens.close)
+            thread.shutdown(wait=False)  # the loop must not wait, whoever cancels whatever waits for it
+            await asyncio.shield(ended)
 
     async def stats(self) -> dict[str, Any]:
         """`memra_pp.Pipeline.stats`."""

@@ -7,7 +7,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 ADMIT_S = 5.0
 """How long an open waits at a time for bytes; then it looks whether it is still wanted."""
+
+NOBODY = -1
+"""No prompt's index: news that only wakes."""
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +55,12 @@ class Many:
         self._pipe, self._ask, self._concurrency = pipe, ask, concurrency
         self._prompts = enumerate(prompts)
         self._more = True
-        self._opening: Future[Session] | None = None
+        self._opening: tuple[int, Future[Session]] | None = None
         self._going: dict[int, tuple[Session, Generation]] = {}
         self._awaited: dict[int, Outcome[Any]] = {}
         self._news: SimpleQueue[int] = SimpleQueue()
         self._ushers = ThreadPoolExecutor(2, "memra-usher")
+        self._closing: list[Future[None]] = []
         self._stopped = False
 
     def run(self) -> Generator[tuple[int, int], None, None]:
@@ -68,6 +72,8 @@ class Many:
                 told = {self._news.get()}
                 while not self._news.empty():
                     told.add(self._news.get())
+                if self._stopped:
+                    return
                 with self._pipe.scheduler.together():
                     for index in sorted(told):
                         self._go_on(index, tokens)
@@ -76,14 +82,20 @@ class Many:
         finally:
             self._end()
 
+    def stop(self) -> None:
+        """Ends `run` where it waits, from any thread, and the open that waits for bytes at its next look."""
+        self._stopped = True
+        self._news.put(NOBODY)
+
     def _open_next(self) -> None:
         """Opens the next prompt's session, unless one is being opened, or enough are."""
         if self._opening is None and self._more and len(self._going) < self._concurrency:
             index, prompt = next(self._prompts, (-1, ()))
             self._more = index >= 0
             if self._more:
-                self._opening = self._ushers.submit(self._open, prompt)
-                self._opening.add_done_callback(lambda _: self._news.put(index))
+                opening = self._ushers.submit(self._open, prompt)
+                self._opening = index, opening
+                opening.add_done_callback(lambda _: self._news.put(index))
 
     def _open(self, prompt: Iterable[int]) -> Session:
         prompt = list(prompt)
@@ -111,18 +123,26 @@ class Many:
                 self._awaited[index] = item
                 return
         del self._going[index]
-        self._ushers.submit(self._close, session)
+        self._close_soon(session)
         self._open_next()
 
     def _begin(self, index: int) -> bool:
-        """Takes over a session that was opened; whether there is one."""
-        if self._opening is None or not self._opening.done():
+        """Takes over the session that was opened for a prompt, if it was; news of one that has ended may come late."""
+        if self._opening is None or self._opening[0] != index or not self._opening[1].done():
             return False
-        opened, self._opening = self._opening, None
+        (_, opened), self._opening = self._opening, None
         session = opened.result()
         self._going[index] = session, session.calls.generate(*self._ask)
         self._open_next()
         return True
+
+    def _close_soon(self, session: Session) -> None:
+        """Has an usher close a session."""
+        try:
+            self._closing.append(self._ushers.submit(self._close, session))
+        except RuntimeError:  # the interpreter is ending, and starts no thread any more
+            self._close(session)
+        self._closing = [closing for closing in self._closing if not closing.done()]
 
     def _close(self, session: Session) -> None:
         try:
@@ -131,12 +151,19 @@ class Many:
             log.warning("a session's close goes on later: %s", error)
 
     def _end(self) -> None:
-        """Closes what is open, and waits until it is."""
+        """Closes what is open, and waits until it is; a session that is still being opened is closed when it is."""
         self._stopped = True
         for session, generation in self._going.values():
             generation.close()
-            self._ushers.submit(self._close, session)
+            self._close_soon(session)
         if self._opening is not None:
-            with contextlib.suppress(Exception):
-                self._ushers.submit(self._close, self._opening.result())
-        self._ushers.shutdown(wait=True)
+            self._opening[1].add_done_callback(_close_opened)
+        wait(self._closing)
+        self._ushers.shutdown(wait=False)
+
+
+def _close_opened(opened: Future[Session]) -> None:
+    """Closes a session that nobody wants any more, in the thread that has opened it."""
+    if not opened.cancelled() and opened.exception() is None:
+        with contextlib.suppress(StageError):
+            opened.result().close()

@@ -59,10 +59,10 @@ class Opener:
         self._require_free()
         if self._ending:
             await asyncio.to_thread(self._end_now)
-        admit = await self._door.enter_async(request, timeout_s, self._meanwhile_async)
         opened, given_up = threading.Event(), threading.Event()
+        opening: asyncio.Future[None] | None = None
 
-        def work() -> None:
+        def work(admit: Admit) -> None:
             with self._or_not_at_all(request.session):
                 if not given_up.is_set():
                     self._alone(lambda: self._open(request, admit))
@@ -71,11 +71,17 @@ class Opener:
                 self.close(request.session)
 
         loop = asyncio.get_running_loop()
-        opening = loop.run_in_executor(None, work)
         try:
+            admit = await self._door.enter_async(request, timeout_s, self._meanwhile_async)
+            opening = loop.run_in_executor(None, work, admit)
             await asyncio.shield(opening)
+        except AdmissionError:
+            raise
         except BaseException:
             given_up.set()
+            if opening is None:  # no thread has it
+                self.end_later(request.session)
+                raise
             opening.add_done_callback(lambda done: done.cancelled() or done.exception())  # heard, though nobody waits
             if opened.is_set():
                 loop.run_in_executor(None, self.close, request.session)

@@ -194,8 +194,11 @@ class Pipeline:
         Raises:
             InputError, AdmissionError, ConfigError, StageError: as `generate`, of any prompt; then all are ended.
         """
-        concurrency = checked_int(InputError, "concurrency", concurrency, 1, MAX_SESSIONS)
-        return Many(self, prompts, self.ask(max_new_tokens, sampling, draft), concurrency).run()
+        return self.many(prompts, self.ask(max_new_tokens, sampling, draft), concurrency).run()
+
+    def many(self, prompts: Iterable[Iterable[int]], ask: Ask, concurrency: int) -> Many:
+        """`generate_many` before it runs. Raises InputError for a bad `concurrency`."""
+        return Many(self, prompts, ask, checked_int(InputError, "concurrency", concurrency, 1, MAX_SESSIONS))
 
     def ask(self, max_new_tokens: int | None, sampling: SamplingParams | None, draft: Draft | None) -> Ask:
         """How a prompt is to be continued, with this pipeline's defaults."""

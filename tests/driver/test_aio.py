@@ -16,6 +16,7 @@ import memra_pp
 from memra_pp import aio
 from memra_pp.errors import ConfigError, InputError, SessionCancelled, StageError
 
+WAIT_S = 30.0
 GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())
 OPTIONS: dict[str, Any] = {"backend": "local", "stages": 2, "threads": 1, "prefill_chunk": 16}
 
@@ -165,3 +166,33 @@ def test_what_is_refused_is_refused_alike(data: Path, sync: memra_pp.Pipeline) -
             await aio.launch(data / "hybrid", stages=99)
 
     asyncio.run(task())
+
+
+@pytest.mark.parametrize("cancels", [1, 2])
+def test_generate_many_that_waits_for_bytes_ends_when_it_is_cancelled_and_holds_up_no_loop(data: Path, cancels: int) -> None:
+    """The one session that fits is this very loop's own."""
+    options = {"max_new_tokens": 8}
+    with memra_pp.launch(data / "hybrid", **OPTIONS) as whole, whole.open([1, 2, 3], **options):
+        held = [stage["allocated_bytes"] for stage in whole.stats()["stages"]]
+
+    async def tasks() -> None:
+        async with aio.launch(data / "hybrid", budget_bytes=held, **OPTIONS) as pipe:
+            holder = await pipe.open([1, 2, 3], **options)
+
+            async def many() -> None:
+                async for _ in pipe.generate_many([[1, 2, 3]], max_new_tokens=8):
+                    pass
+
+            task = asyncio.create_task(many())
+            while not pipe.sync._door.stats()["admission"]["waiting"]:
+                await asyncio.sleep(0.01)
+            for _ in range(cancels):
+                task.cancel()
+                await asyncio.sleep(0)
+            done, _ = await asyncio.wait([task], timeout=WAIT_S)
+            assert done and task.cancelled()
+            await holder.close()
+            async with pipe.open([1, 2, 3], timeout=WAIT_S, **options) as another:
+                await another.prefill()
+
+    asyncio.run(tasks())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -315,3 +315,13 @@ def test_a_signal_handler_may_use_the_pipeline_while_its_thread_waits(pipe, monk
         monkeypatch.setattr(pipe.scheduler, "wait", wait)
         np.testing.assert_array_equal(s.prefill(), answers[0])
     assert there.is_set()
+
+
+def test_late_news_of_a_generation_that_has_ended_takes_no_session_of_another(pipe):
+    many = pipe.many([[1, 2, 3]], pipe.ask(4, GREEDY, None), 2)
+    many._open_next()
+    index, opening = many._opening
+    wait([opening])
+    assert not many._begin(index + 7) and many._begin(index)
+    many._end()
+    assert_empty(pipe)

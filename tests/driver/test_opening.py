@@ -568,3 +568,16 @@ def test_a_cut_by_bytes_weighs_what_the_stages_will_hold(gemma, tiny):
 def test_a_cut_by_bytes_needs_a_device_for_every_stage(hybrid):
     with pytest.raises(ConfigError, match="devices"):
         memra_pp.launch(hybrid, backend="local", stages=2, balance="bytes", devices=["cpu", "cpu"])
+
+
+def test_a_task_whose_open_finds_no_thread_any_more_leaves_nothing_reserved(room_for):
+    pipe = room_for(2)
+
+    async def tasks() -> None:
+        await asyncio.get_running_loop().shutdown_default_executor()
+        with pytest.raises(RuntimeError, match="shutdown"):
+            await pipe.open_async(PROMPT, max_new_tokens=NEW)
+
+    asyncio.run(tasks())
+    opened(pipe).close()
+    assert [device["reserved_bytes"] for device in pipe.stats()["devices"]] == [0, 0]

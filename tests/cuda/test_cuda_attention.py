@@ -87,16 +87,6 @@ class Batch:
     def room(self, dim, side):
         return max(16 * ((dim // BLOCK * BLOCK_BYTES[s.formats[side]] + 29) // 16 | 1) for s in self.sessions)
 
-    def prefill(self, kernels, *, height=4, heads=None, order=0):
-        spec, heads = self.spec, heads or self.group
-        table, out, arguments = self._launch(height, heads, spec.head_dim_v)
-        dim_k, dim_v = spec.head_dim_k, spec.head_dim_v
-        vectors = -(-height * heads // 16) * 16
-        shared = 4 * (vectors * (dim_k + dim_v + 44) + 32 * max(dim_k + 16, dim_v))
-        shared += 32 * (self.room(dim_k, 0) + self.room(dim_v, 1))
-        kernels.launch("attend_prefill", (len(table), spec.n_head_kv * -(-self.group // heads)), 256, arguments, shared, order)
-        return out.reshape(self.spans.total, -1)
-
     def decode(self, kernels, *, height=1, heads=None, order=0):
         spec, heads = self.spec, heads or self.group
         dim_k, dim_v = spec.head_dim_k, spec.head_dim_v
@@ -145,7 +135,6 @@ def ringed(positions, rows, window):
 
 def check(kernels, threads, batch, order, *, height, heads=None):
     expected = batch.expected(threads)
-    same_bits(batch.prefill(kernels, height=2 * height, heads=heads, order=order), expected)
     assert np.abs(batch.decode(kernels, height=height, heads=heads, order=order) - expected).max() < CLOSE
 
 
@@ -213,9 +202,9 @@ def test_a_later_rows_nan_does_not_reach_back(kernels, threads):
     clean = batch.expected(threads)
     k, v = (plane.view(np.float32).reshape(36, -1) for plane in batch.planes[0])
     v[30], k[33] = np.nan, np.nan
-    for got in (batch.prefill(kernels, height=16), batch.decode(kernels, height=8)):
-        assert np.abs(got[:10] - clean[:10]).max() < CLOSE
-        assert np.isnan(got[10:]).all()
+    got = batch.decode(kernels, height=8)
+    assert np.abs(got[:10] - clean[:10]).max() < CLOSE
+    assert np.isnan(got[10:]).all()
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -224,14 +213,12 @@ def test_what_is_not_finite_is_not_hidden(kernels, threads, value):
     batch.planes[0][0].view(np.float32).reshape(301, -1)[7] = value
     expected = np.isnan(batch.expected(threads))
     assert expected.any()
-    np.testing.assert_array_equal(np.isnan(batch.prefill(kernels)), expected)
     np.testing.assert_array_equal(np.isnan(batch.decode(kernels)), expected)
 
 
 def test_large_scores_do_not_overflow(kernels, threads):
     batch = Batch([Session(600, 4, formats=("f32", "f32"))], group=1, dim_v=32, scale=300.0)
     expected, got = batch.expected(threads), batch.decode(kernels, height=4)
-    same_bits(batch.prefill(kernels), expected)
     assert np.isfinite(got).all()
     assert np.abs(got - expected).max() < 0.02
 
@@ -241,5 +228,4 @@ def test_what_no_row_sees_does_not_matter(kernels, threads):
     expected = batch.expected(threads)
     for plane in batch.planes[0]:
         plane.reshape(41, -1)[:33] = 0xFF  # NaN in q8_0 and in q5_1
-    same_bits(batch.prefill(kernels), expected)
     assert np.abs(batch.decode(kernels) - expected).max() < CLOSE

@@ -4,7 +4,6 @@
 #include "blocks.cuh"
 
 enum Plane { K_AT, V_AT, K_CODE, V_CODE, PLANE_COLUMNS };
-enum Span { SPAN_START, SPAN_ROWS, SPAN_POS, SPAN_COLUMNS };
 enum Place { PLACE_WRITE, PLACE_SOURCE, PLACE_KEEP, PLACE_BASE, PLACE_COLUMNS };
 
 // The session that a row of the batch belongs to: the last one with rows that starts at or before it.

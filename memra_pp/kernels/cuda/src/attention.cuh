@@ -1,10 +1,9 @@
 // Softmax attention over the quantised rows of K/V layers, for the rows of a batch of sessions: the CPU kernel's job and its
 // tables (kernels/attention_numba.py).
 //
-// Keys come in tiles of 32 that lie on multiples of 32 of their *absolute* row, and every sum has one order: a row's bits
-// depend on its query, its position and the stored rows alone. `attend_prefill` gives the CPU kernel's bits. `attend_split_*`
-// and `attend_combine` are for few rows, where a session's keys have to be shared out: by splits of 256 that lie on multiples
-// of 256 of the absolute row. They add in another order than the CPU, which makes a difference of 1e-6 at most.
+// Keys come in tiles of 32 that lie on multiples of 32 of their *absolute* row, and are shared out by splits of 256 that lie on
+// multiples of 256: every sum has one order, and a row's bits depend on its query, its position and the stored rows alone, so
+// decode and prefill go the same way. The order is not the CPU's, which makes a difference of 1e-6 at most.
 //
 // What a launch says:
 //   planes, bases   i64 [sessions, 4], addresses on the device, and i64 [sessions], as on the CPU.
@@ -19,7 +18,6 @@
 // a row takes room(dim, format) = 16 * ((dim / 32 * bytes of a block + 29) / 16 | 1) bytes there. Where the sessions of a
 // launch have different formats, the largest room counts.
 #pragma once
-#include "attention_prefill.cuh"
 #include "attention_splits.cuh"
 
 #define SHAPE attention::Shape{heads, n_head, n_head_kv, dim_k, dim_v, window}
@@ -28,12 +26,7 @@
         const i64 *__restrict__ blocks, int heads, int n_head, int n_head_kv, int dim_k, int dim_v, int window,     \
         float scale, float *__restrict__ out
 
-// Queries, f32 [rows, n_head, dim_k], to `out`, f32 [rows, n_head, dim_v]. Grid: (n, n_head_kv * parts). Block: 256. Shared
-// bytes, with vectors = height * heads rounded up to a multiple of 16:
-//   4 * (vectors * (dim_k + dim_v + 44) + 32 * max(dim_k + 16, dim_v)) + 32 * (room(dim_k, K) + room(dim_v, V)).
-KERNEL __launch_bounds__(256, 2) attend_prefill(ARGUMENTS) { attention::prefill(q, planes, bases, blocks, SHAPE, scale, out); }
-
-// Queries to `out`, f32 [rows, n_head, splits, dim_v + 4], of which `attend_combine` makes the result. The number in the name,
+// Queries, f32 [rows, n_head, dim_k], to `out`, f32 [rows, n_head, splits, dim_v + 4], of which `attend_combine` makes the result. The number in the name,
 // VECTORS, is height * heads or more. `splits` is the most that any of `blocks` touches, from that of its first row's first key
 // to that of its last row. Grid: (n_head_kv * parts, splits, n). Block: 128. Shared bytes:
 //   4 * VECTORS * (dim_k + dim_v + 168) + 64 * (room(dim_k, K) + room(dim_v, V)).

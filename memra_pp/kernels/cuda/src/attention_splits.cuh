@@ -1,5 +1,4 @@
-// Attention for few rows, where reading the stored rows is all that takes time: they are used as they are unpacked, and a
-// session's are shared out by splits.
+// Attention by splits: stored rows are used as they are unpacked, for the few query vectors that registers have room for.
 #pragma once
 #include "attention_tiles.cuh"
 

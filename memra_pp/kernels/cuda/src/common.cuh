@@ -26,6 +26,10 @@ constexpr u32 ALL_LANES = 0xffffffffu;
 constexpr int WARP = 32;
 constexpr u32 MAGNITUDE = 0x7fffffffu;
 constexpr u32 INFINITE = 0x7f800000u;
+constexpr float NOTHING = -0.f;  // changes no sum that it is added to: 0 would change a -0
+
+// Columns of the table that says whose the rows of a batch are: a session's first row, its rows, and the position of the first.
+enum Span { SPAN_START, SPAN_ROWS, SPAN_POS, SPAN_COLUMNS };
 
 DEVICE int lane_id() { return threadIdx.x & (WARP - 1); }
 DEVICE int warp_id() { return threadIdx.x / WARP; }

@@ -1,8 +1,6 @@
 // The gated delta net (kernels/delta.py): short convolution, gates, recurrent scan. Sessions of a batch are ragged, as the
 // table of spans says; tables hold device addresses. A session without rows is left as it is.
 #pragma once
-#include "append.cuh"
-#include "matmul.cuh"
 #include "rows.cuh"
 
 enum State { STATE_CONV, STATE_NOW, STATE_NEXT, STATE_COLUMNS };

@@ -1,4 +1,5 @@
-// Every kernel of the CUDA backend. Each is the CPU kernel of the same job, operation by operation: the same bits come out.
+// Every kernel of the CUDA backend. Each is the CPU kernel of the same job, operation by operation: the same bits come out, but
+// for those of attention.
 #include "common.cuh"
 
 #include "blocks.cuh"

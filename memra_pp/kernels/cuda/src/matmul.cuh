@@ -9,7 +9,6 @@
 
 constexpr int PANEL = 64, QUADS = PANEL / 4;  // outputs of a panel; a thread has a quad of them, four side by side
 constexpr int LINKS = 32;                     // products of a chain: a block of q8_0
-constexpr float NOTHING = -0.f;               // changes no sum that it is added to, while 0 changes -0
 
 // One quad of a panel of f32 `[depth, 64]`, depth a multiple of 8.
 struct F32Quad {

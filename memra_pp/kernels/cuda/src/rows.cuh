@@ -11,18 +11,6 @@ constexpr double GELU_SLOPE = 0.7978845608028654, GELU_CUBIC = 0.044715;
 DEVICE i64 thread_index() { return static_cast<i64>(blockIdx.x) * blockDim.x + threadIdx.x; }
 DEVICE i64 warp_index() { return static_cast<i64>(blockIdx.x) * (blockDim.x / WARP) + warp_id(); }
 
-DEVICE u64 bits_of(double x) {
-    u64 bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-DEVICE double f64_of(u64 bits) {
-    double x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
 // e^x to 1e-9 of its value, |x| clamped to 700: by the CPU's polynomial, not by a library's, whose bits are its own.
 DEVICE double exponential(double x) {
     x = x < -700.0 ? -700.0 : x > 700.0 ? 700.0 : x;
@@ -36,7 +24,8 @@ DEVICE double exponential(double x) {
     power = 1.0 / 2 + rest * power;
     power = 1.0 + rest * power;
     power = 1.0 + rest * power;
-    return f64_of(bits_of(power) + (bits_of(shifted) << 52));
+    const u64 exponent = static_cast<u64>(__double_as_longlong(shifted)) << 52;
+    return __longlong_as_double(__double_as_longlong(power) + static_cast<i64>(exponent));
 }
 
 DEVICE double sigmoid(double x) { return 1.0 / (1.0 + exponential(-x)); }

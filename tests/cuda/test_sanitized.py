@@ -10,7 +10,7 @@ import pytest
 from on_cpu import sanitizer_environment
 
 HERE = Path(__file__).parent
-FILES = sorted(str(path) for path in HERE.glob("test_cuda_*.py") if path.name != "test_cuda_compile.py")
+FILES = [str(HERE / f"test_cuda_{topic}.py") for topic in ("append", "attention", "delta", "matmul", "rows")]
 
 
 @pytest.mark.parametrize("sanitize", ["address", "undefined"])

@@ -48,6 +48,11 @@ class CpuDev(ArenaDev):
 
         return CpuBackend(self.threads)
 
+    @property
+    def label(self) -> str:
+        """How many threads its kernels run on."""
+        return f"x{self.threads.n}"
+
     def spare_bytes(self) -> int:
         """What the machine has available."""
         return available_bytes()

@@ -146,6 +146,11 @@ class ArenaDev(Memory):
     def backend(self) -> Backend:
         """The array operations on this device."""
 
+    @property
+    @abstractmethod
+    def label(self) -> str:
+        """What it is, beside its name."""
+
     @abstractmethod
     def spare_bytes(self) -> int:
         """Bytes that whoever runs here could still have, whatever this device's budget."""

@@ -156,7 +156,7 @@ class StageWorker:
         return {
             "stage": self.spec.stage,
             "layers": [self.spec.layers.start, self.spec.layers.stop],
-            "device": f"{self.spec.device} x{self.spec.threads}",
+            "device": f"{self.spec.device} {self.device.label}",
             "pid": os.getpid(),
             "arena_bytes": self.device.arena_bytes,
             "allocated_bytes": self.device.slab_bytes,

@@ -37,6 +37,11 @@ class CudaDev(ArenaDev):
         """The array operations on this device."""
         return CudaBackend(self.gpu)
 
+    @property
+    def label(self) -> str:
+        """The GPU's name and UUID."""
+        return self.gpu.name
+
     def spare_bytes(self) -> int:
         """What the GPU has free."""
         return self.gpu.free_bytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -90,7 +90,7 @@ class CupyGpu(Gpu):
         self._device = cupy.cuda.Device(index)
         with self._device:
             properties = cupy.cuda.runtime.getDeviceProperties(index)
-            self.name = f"{properties['name'].decode()} {uuid_of(properties)}"
+            self.name = f"{properties['name'].decode()} {identity(properties, self._device.pci_bus_id)}"
             self._stream = cupy.cuda.Stream(non_blocking=True)
             self._module = cupy.RawModule(path=str(cubin(f"sm_{properties['major']}{properties['minor']}")))
         self._functions: dict[str, Any] = {}
@@ -115,6 +115,7 @@ class CupyGpu(Gpu):
     def download(self, array: DeviceArray) -> NDArray[Any]:
         with self._device:
             host: NDArray[Any] = array.get(stream=self._stream)
+            self._stream.synchronize()
         return host
 
     def clear(self, array: DeviceArray) -> None:
@@ -156,9 +157,14 @@ def visible_gpus() -> int:
         return 0
 
 
-def uuid_of(properties: dict[str, Any]) -> str:
-    """A device's name that stays the same however devices are numbered, as `nvidia-smi -L` writes it."""
-    digits = bytes(properties["uuid"]).hex()
+def identity(properties: Mapping[str, Any], pci_bus_id: str) -> str:
+    """What names a device however devices are numbered: its UUID, as `nvidia-smi -L` writes it, else its place on the bus.
+
+    CuPy gives the UUID as a C string, which ends at a byte that is 0: then it is not whole.
+    """
+    digits = bytes(properties.get("uuid", b"")).hex()
+    if len(digits) != 32:
+        return pci_bus_id
     return "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))
 
 

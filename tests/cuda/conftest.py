@@ -21,9 +21,15 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
     return Kernels(build(SOURCES, tmp_path_factory.mktemp("kernels"), sanitize=os.environ.get("KERNELS_SANITIZE")))
 
 
+@pytest.fixture(params=ORDERS)
+def fibers(request: pytest.FixtureRequest, kernels: Kernels) -> FiberGpu:
+    """A GPU of fibers, in each order of threads."""
+    return FiberGpu(kernels, ORDERS[request.param])
+
+
 @pytest.fixture(params=[*ORDERS, pytest.param("cuda", marks=pytest.mark.gpu)])
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    """A GPU of fibers, in each order of threads, and a real one."""
+    """The same, and a real one."""
     if request.param == "cuda":
         gpu: Gpu = CupyGpu()
     else:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fiber_gpu import FiberGpu
 from on_cpu import kernel_names
 from runs import MODELS, Run, some
 
@@ -20,9 +21,9 @@ from memra_pp.kernels.cuda.gpu import Gpu
 
 @pytest.mark.parametrize(("policy", "close"), [(KvPolicy(), 1e-4), (KvPolicy(k="fp8", v="q4_0", ring="all"), 5e-3)])
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_are_those_of_the_cpu(data: Path, gpu: Gpu, name: str, policy: KvPolicy, close: float) -> None:
+def test_logits_are_those_of_the_cpu(data: Path, fibers: FiberGpu, name: str, policy: KvPolicy, close: float) -> None:
     """As close as a code of the coarser format that a last bit has turned."""
-    cpu, cuda = Run(data / name, CpuDev(), policy), Run(data / name, CudaDev(gpu), policy)
+    cpu, cuda = Run(data / name, CpuDev(), policy), Run(data / name, CudaDev(fibers), policy)
     for tokens in ((some(40, 1), some(3, 2), some(9, 3)), ([7], [8], []), (some(5, 4), [9], some(2, 5))):
         np.testing.assert_allclose(cuda.step(*tokens), cpu.step(*tokens), rtol=0, atol=close)
 

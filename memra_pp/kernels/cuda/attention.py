@@ -44,12 +44,11 @@ def launch(gpu: Gpu, q: DeviceArray, batch: KvBatch, spec: AttentionSpec, out: D
     vectors = min(n for n in VECTORS if n >= height * heads)
     parts = -(-group // heads)
     dims = [np.int32(n) for n in (heads, n_head, spec.n_head_kv, spec.head_dim_k, spec.head_dim_v, window)]
-    planes = gpu.upload(batch.planes)
-    bases = gpu.upload(np.array([layer.base for layer in batch.layers], np.int64))
+    layer_bases = np.array([layer.base for layer in batch.layers], np.int64)
     for blocks, splits in _pieces(batch, spec, height, 4 * n_head * (spec.head_dim_v + EXTRA)):
         row, end = int(blocks[0, BLOCK_START]), int(blocks[-1, BLOCK_START] + blocks[-1, BLOCK_ROWS])
         blocks[:, BLOCK_START] -= row
-        table = gpu.upload(blocks)
+        planes, bases, table = gpu.upload_tables(batch.planes, layer_bases, blocks)
         results = gpu.empty((end - row, n_head, splits, spec.head_dim_v + EXTRA), np.float32)
         args = [q[row:end], planes, bases, table, *dims, np.float32(spec.scale), results]
         grid = (spec.n_head_kv * parts, splits, len(blocks))

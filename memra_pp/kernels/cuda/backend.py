@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from ...cache.formats import BLOCK
 from ...errors import InputError
 from ..addresses import address_of
 from ..backend import Backend, Rope
@@ -129,19 +130,24 @@ class CudaBackend(Backend):
         check_rows("K", k, spans.total, first.kv_dim_k, first.index)
         check_rows("V", v, spans.total, first.kv_dim_v, first.index)
         places = [place_of(*each) for each in zip(layers, spans.pos, spans.rows, retain_from, strict=True)]
-        planes, places_on_device = self.upload(batch.planes), self.upload(np.array(places, I64))
-        refused = self._watch(batch)
-        count, rows, blocks = I32(len(layers)), I64(spans.total), [I32(x.shape[1] // 32) for x in (k, v)]
-        widths = [I32(x.shape[1]) for x in (k, v)]
-        tables = [planes, self._table(batch), count, rows]
-        self.gpu.launch("check_rows", _blocks(k.size + v.size), (THREADS,), [k, v, *tables, *widths, refused])
+        grown = [(layer, end) for layer, end in zip(layers, spans.ends, strict=True) if end > layer.len]
+        lengths = np.array([(address_of("len_d", layer.len_d, I32), end) for layer, end in grown], I64)
+        planes, at, set_to = self.gpu.upload_tables(batch.planes, np.array(places, I64), lengths)
+        refused, count, rows = self._watch(batch), I32(len(layers)), I64(spans.total)
+        table, widths = self._table(batch), [I32(x.shape[1]) for x in (k, v)]
+        blocks = [I32(x.shape[1] // BLOCK) for x in (k, v)]
+        args = [k, v, planes, table, count, rows, *widths, refused]
+        self.gpu.launch("check_rows", _blocks(k.size + v.size), (THREADS,), args)
         if any(place.keep and place.source for place in places):
-            grid = (REBASE_BLOCKS, len(layers), 2)
-            self.gpu.launch("rebase_rows", grid, (THREADS,), [planes, places_on_device, *blocks, refused])
-        args = [k, v, planes, self._table(batch), places_on_device, count, rows, *blocks, refused]
-        self.gpu.launch("append_rows", (_ceil((k.size + v.size) // 32, WARPS),), (THREADS,), args)
+            args = [planes, at, *blocks, refused]
+            self.gpu.launch("rebase_rows", (REBASE_BLOCKS, len(layers), 2), (THREADS,), args)
+        args = [k, v, planes, table, at, count, rows, *blocks, refused]
+        self.gpu.launch("append_rows", (_ceil((k.size + v.size) // BLOCK, WARPS),), (THREADS,), args)
         commit_bases(layers, places)
-        self._set_lengths(batch)
+        for layer, end in grown:
+            layer.len = end
+        if grown:
+            self.gpu.launch("set_words", _blocks(len(grown)), (THREADS,), [set_to, I32(len(grown))])
 
     def attend_rows(self, q: Rows, batch: KvBatch, spec: AttentionSpec) -> Rows:
         out = self._empty(len(q), q.shape[1] * spec.head_dim_v)
@@ -205,16 +211,8 @@ class CudaBackend(Backend):
     def _states(self, states: StateBatch) -> list[Any]:
         """The arguments that tell a kernel of the sessions' states."""
         captures = states.captures if len(states.captures) else np.zeros((1, 4), I64)
-        return [self._table(states), self.upload(states.table), self.upload(captures), I32(len(states.captures))]
-
-    def _set_lengths(self, batch: KvBatch) -> None:
-        """Moves the lengths of layers behind their new rows, on the host and where the device reads them."""
-        grown = [(layer, end) for layer, end in zip(batch.layers, batch.spans.ends, strict=True) if end > layer.len]
-        for layer, end in grown:
-            layer.len = end
-        if grown:
-            table = np.array([(address_of("len_d", layer.len_d, I32), end) for layer, end in grown], I64)
-            self.gpu.launch("set_words", _blocks(len(grown)), (THREADS,), [self.upload(table), I32(len(grown))])
+        table, copies = self.gpu.upload_tables(states.table, captures)
+        return [self._table(states), table, copies, I32(len(states.captures))]
 
     def _watch(self, batch: KvBatch) -> DeviceArray:
         """The word that an append's kernels leave the index of a refused value in."""

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from ...errors import CapacityExceeded, ConfigError
+from .._arrays import I64Array
 from .compile import INSTALL, cubin
 
 DeviceArray: TypeAlias = Any
@@ -43,6 +44,12 @@ class Gpu(ABC):
     @abstractmethod
     def upload(self, array: NDArray[Any]) -> DeviceArray:
         """A copy on the device. Raises as `empty`."""
+
+    def upload_tables(self, *tables: I64Array) -> list[DeviceArray]:
+        """Copies of i64 tables on the device, in one transfer: what takes the time is their number."""
+        flat = self.upload(np.concatenate([table.reshape(-1) for table in tables]))
+        ends = np.cumsum([table.size for table in tables]).tolist()
+        return [flat[end - table.size : end] for table, end in zip(tables, ends, strict=True)]
 
     @abstractmethod
     def download(self, array: DeviceArray) -> NDArray[Any]:

@@ -1,5 +1,4 @@
-"""`Opener`: opens and closes sessions on the stages, each on all of them or on none. One open or close is under way at a time,
-and takes every close with it that is due."""
+"""`Opener`: opens and closes sessions on the stages, each on all of them or on none. Any number may be on their way."""
 
 from __future__ import annotations
 
@@ -7,9 +6,10 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from ..admission import Admit, Defer, Request
 from ..errors import AdmissionError, StageError
@@ -20,25 +20,38 @@ from .locks import OwnedLock
 from .scheduler import Scheduler
 from .work import Reply, Work
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """When to try again after a stage has refused what admission had given."""
 
 
+class _Sent(NamedTuple):
+    """An open or a close on its way; `charges` are an open's, a number of bytes a stage."""
+
+    work: Work
+    session: int
+    charges: Sequence[int] | None
+
+
 class Opener:
     """The sessions that are on the stages, and those on their way out.
 
-    After every open and every close the stages say what they hold, and it is compared with what was charged.
+    Opens and closes are sent under a lock, waited for without it, and written down under it in the order in which they were
+    sent: whoever comes next writes down what has come back. With each the stages say what they hold, and it is compared with
+    what was charged.
     """
 
     def __init__(self, chain: Chain, scheduler: Scheduler, door: Door, timeout_s: float) -> None:
         self._chain, self._scheduler, self._door, self._timeout_s = chain, scheduler, door, timeout_s
         self._gate = OwnedLock()
         self._ending: set[int] = set()
-        self._opening: int | None = None
+        self._sent: deque[_Sent] = deque()
+        self._refused: dict[int, AdmissionError | StageError] = {}
         self._charged: dict[int, Sequence[int]] = {}
         self._held = [0] * chain.stages
+        self._submitted: set[Work] = set()
         self._torn = False
 
     def open(self, request: Request, timeout_s: float) -> None:
@@ -51,8 +64,7 @@ class Opener:
         self._require_free()
         self._end_now()
         with self._or_not_at_all(request.session):
-            admit = self._door.enter(request, timeout_s, self._meanwhile)
-            self._alone(lambda: self._open(request, admit))
+            self._open(request, self._door.enter(request, timeout_s, self._meanwhile))
 
     async def open_async(self, request: Request, timeout_s: float) -> None:
         """As `open`, for a task. One that is cancelled while its stages open is closed by its thread, once they have."""
@@ -65,7 +77,7 @@ class Opener:
         def work(admit: Admit) -> None:
             with self._or_not_at_all(request.session):
                 if not given_up.is_set():
-                    self._alone(lambda: self._open(request, admit))
+                    self._open(request, admit)
             opened.set()
             if given_up.is_set():
                 self.close(request.session)
@@ -144,13 +156,20 @@ class Opener:
         return self._gate.mine or self._door.mine or self._scheduler.mine
 
     def _finish(self) -> None:
+        """Ends those whose close nobody else has sent."""
         if self._ending and not self._busy:
-            self._gate.try_run(self._whole(self._end_all))
+            self._wait_for(self._alone(self._send_due))
 
     def _end_now(self) -> None:
-        """Ends those that are ending, after whoever is at work."""
+        """Ends those that are ending."""
         if self._ending and not self._busy:
-            self._alone(self._end_all)
+            self._wait_for(self._alone(self._send_closes))
+
+    def _wait_for(self, work: Work | None) -> None:
+        """Waits for an open or a close, and with it for all before it, and writes them down."""
+        if work is not None:
+            self._scheduler.wait(work)
+        self._alone(self._write_down)
 
     def _require_free(self) -> None:
         if self._busy:
@@ -181,81 +200,106 @@ class Opener:
         if self._chain.failed:
             raise StageError("the pipeline has failed or was closed while this session waited to be admitted: launch it again")
 
-    def _alone(self, action: Callable[[], None]) -> None:
-        """Opens and closes are done one at a time: none ends what another is about to open."""
-        self._gate.run(self._whole(action), self._timeout_s, "the pipeline was busy with other threads' opens and closes")
+    def _alone(self, action: Callable[[], T]) -> T:
+        """Sending and writing down are done by one thread at a time, in one order."""
+        return self._gate.run(
+            self._whole(action), self._timeout_s, "the pipeline was busy with other threads' opens and closes"
+        )
 
-    def _whole(self, action: Callable[[], None]) -> Callable[[], None]:
+    def _whole(self, action: Callable[[], T]) -> Callable[[], T]:
         """`action`, after what an interrupt had cut short was put in order."""
 
-        def work() -> None:
+        def work() -> T:
             if self._torn:
                 self._held = [sum(column) for column in zip([0] * len(self._held), *self._charged.values(), strict=True)]
-            if self._opening is not None:
-                self._ending.add(self._opening)
-                self._opening = None
+                for sent in self._sent:
+                    self._submit(sent.work)
             self._torn = True
-            action()
+            done = action()
             self._torn = False
+            return done
 
         return work
 
     def _open(self, request: Request, admit: Admit) -> None:
-        """Opens a session right behind the closes of those that are ending."""
-        session, charges = request.session, list(admit.charges)
-        self._opening = session  # until every stage has said that it is open
-        note = {"args": asdict(request.shape), "offsets": list(admit.offsets), "charges": charges, "held": []}
-        closing, opening = self._send_closes(), self._send(OPEN, session, note)
-        self._closed(closing)
-        self._scheduler.wait(opening)
-        reply = opening.result()
-        if (fault := reply.fault) is not None:
-            self._ending.add(session)
-            self._opening = None
-            self._end_all()
-            raise self._refused(fault, charges)
-        self._charged[session] = charges
-        self._held = [held + charge for held, charge in zip(self._held, charges, strict=True)]
-        self._opening = None
-        self._compare(reply)
+        session = request.session
+        note = {"args": asdict(request.shape), "offsets": list(admit.offsets), "charges": list(admit.charges), "held": []}
+        self._wait_for(self._alone(lambda: self._send(OPEN, session, note, admit.charges)))
+        if (error := self._refused.pop(session, None)) is not None:
+            self._end_now()
+            raise error
 
-    def _refused(self, fault: Sequence[Any], charges: Sequence[int]) -> AdmissionError | StageError:
+    def _send_due(self) -> Work | None:
+        """Sends the closes that are due and not on their way; the last one, if there is one."""
+        on_way = {sent.session for sent in self._sent if sent.charges is None}
+        last = None
+        for session in self._ending - on_way:
+            last = self._send(CLOSE, session, {"held": []}, None)
+        return last
+
+    def _send_closes(self) -> Work | None:
+        """As `_send_due`; if others have sent all, one of them once more, which changes nothing and comes back behind them: for
+        each work one waits."""
+        last = self._send_due()
+        if last is None and self._ending:
+            last = self._send(CLOSE, next(iter(self._ending)), {"held": []}, None)
+        return last
+
+    def _send(self, op: int, session: int, note: Note, charges: Sequence[int] | None) -> Work:
+        work = Work(Entry(op, session, 0, self._chain.epoch), [], self._timeout_s, note)
+        self._sent.append(_Sent(work, session, charges))
+        self._submit(work)
+        return work
+
+    def _submit(self, work: Work) -> None:
+        """Sends what was not sent; what an interrupt has cut short here goes twice, and the stages apply it once."""
+        if work not in self._submitted:
+            self._scheduler.submit(work)
+            self._submitted.add(work)
+
+    def _write_down(self) -> None:
+        """Writes down, in order, what has come back."""
+        while self._sent and (sent := self._sent[0]).work.done():
+            reply = sent.work.result()
+            if sent.charges is None:
+                self._closed(sent.session, reply)
+            else:
+                self._opened(sent.session, sent.charges, reply)
+            self._sent.popleft()
+            self._submitted.discard(sent.work)
+            if reply.fault is None:
+                self._compare(reply)
+            elif sent.charges is None:
+                stage, _, message = reply.fault
+                raise StageError(f"stage {stage} could not close session {sent.session}, whose bytes stay charged: {message}")
+
+    def _opened(self, session: int, charges: Sequence[int], reply: Reply) -> None:
+        if reply.fault is not None:
+            self._refused[session] = self._refusal(reply.fault, charges)
+            self._ending.add(session)
+        elif session not in self._charged:
+            self._charged[session] = charges
+            self._held = [held + charge for held, charge in zip(self._held, charges, strict=True)]
+
+    def _closed(self, session: int, reply: Reply) -> None:
+        if reply.fault is not None:
+            return
+        charges = self._charged.pop(session, None)
+        if charges is not None:
+            self._held = [held - charge for held, charge in zip(self._held, charges, strict=True)]
+        self._door.leave(session)
+        self._ending.discard(session)
+
+    def _refusal(self, fault: Sequence[Any], charges: Sequence[int]) -> AdmissionError | StageError:
         stage, kind, message = fault
         if kind != "CapacityExceeded":
             return StageError(f"stage {stage}: {message}")
         return AdmissionError(f"stage {stage}: {message}", Defer(stage, charges[stage], RETRY_S, "bytes", message))
 
-    def _end_all(self) -> None:
-        """Closes the sessions that are ending."""
-        closing = self._send_closes()
-        self._closed(closing)
-        if closing:
-            self._compare([*closing.values()][-1].result())
-
-    def _send_closes(self) -> dict[int, Work]:
-        return {session: self._send(CLOSE, session, {"held": []}) for session in list(self._ending)}
-
-    def _closed(self, closing: Mapping[int, Work]) -> None:
-        """Closes sessions in the books, once every stage has."""
-        for session, work in closing.items():
-            self._scheduler.wait(work)
-            if (fault := work.result().fault) is not None:
-                raise StageError(f"stage {fault[0]} could not close session {session}, whose bytes stay charged: {fault[2]}")
-            charges = self._charged.pop(session, None)
-            if charges is not None:
-                self._held = [held - charge for held, charge in zip(self._held, charges, strict=True)]
-            self._door.leave(session)
-            self._ending.discard(session)
-
-    def _send(self, op: int, session: int, note: Note) -> Work:
-        work = Work(Entry(op, session, 0, self._chain.epoch), [], self._timeout_s, note)
-        self._scheduler.submit(work)
-        return work
-
     def _compare(self, reply: Reply) -> None:
         """What every stage holds for sessions is what was charged; what it has learned goes into the books."""
         said: list[Any] = reply.note.get("held", [])
-        for stage, (held, learned) in enumerate(said):
+        for stage, (held, learned) in enumerate(said[-len(self._held) :]):  # twice as many if an interrupt had it sent twice
             if learned:
                 self._door.learn(stage, learned)
             if held != self._held[stage]:

@@ -100,6 +100,7 @@ def launch(
     n = len(fence) - 1
     names, budgets = _device_names(devices, n), _budgets(budget_bytes, n)
     chosen = stage_model_for(cfg) if stage_model is None else stage_model
+    _check_measurable(balance, names, budgets)
     if balance == "bytes":
         require(len(set(names)) == n, ConfigError, "devices", names, "one of its own for every stage, to balance bytes")
         fence = fence_by_bytes(cfg, policy, path, chosen, budgets, max_ctx, prefill_chunk)
@@ -184,6 +185,15 @@ def _check_balance(balance: str, stages: int | None, cuts: Sequence[int] | None)
         raise ConfigError(f"balance={balance!r} with cuts={list(cuts)}: pass one of them")
     if balance in TIMED and stages is None:
         raise ConfigError(f"balance={balance!r} without stages: say how many stages to cut the model into")
+
+
+def _check_measurable(balance: str, names: list[str], budgets: list[int | None]) -> None:
+    """Times, and bytes that nobody has named, are found out on this machine's CPU: of a GPU they say nothing."""
+    unknown = balance in TIMED or (balance == "bytes" and None in budgets)
+    if unknown and any(kind_of(name) == "cuda" for name in names):
+        raise ConfigError(
+            f"balance={balance!r} on devices {names}: it is measured on a CPU; pass cuts, or bytes with budget_bytes"
+        )
 
 
 def _device_names(devices: str | Sequence[str], stages: int) -> list[str]:

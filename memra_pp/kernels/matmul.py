@@ -15,12 +15,11 @@ from ..errors import InputError
 from ._arrays import F32Array, aligned_zeros
 from ._jit import kernel
 from .matmul_q8 import Q8Matrix
-from .matmul_tiles import PANEL, multiply
+from .matmul_tiles import multiply
+from .panels import DEPTH_UNIT, PANEL
 from .simd import LANES, transpose
 from .threads import Threads
 
-DEPTH_UNIT = 8
-"""K is padded with zeros to a multiple of this."""
 SHARE = 1 << 18
 """Products that are worth waking a thread for: some 50 microseconds of work."""
 

@@ -9,11 +9,8 @@ from numpy.typing import NDArray
 
 from ..errors import InputError
 from ._arrays import U8Array, aligned_zeros
-from .matmul_tiles import CHAIN, PANEL
+from .panels import CHAIN, PANEL, Q8_0
 from .threads import Threads
-
-BLOCK = np.dtype([("d", "<f2"), ("q", "i1", (CHAIN,))])
-"""32 weights of a row, `d * q` each (`block_q8_0` of ggml-common.h, 34 bytes)."""
 
 
 class Q8Matrix:
@@ -47,17 +44,17 @@ class Q8Matrix:
             InputError: `blocks` is empty, or not rows of whole blocks in C order.
         """
         shape = blocks.shape
-        whole = blocks.dtype == np.uint8 and blocks.ndim == 2 and blocks.size and shape[1] % BLOCK.itemsize == 0
+        whole = blocks.dtype == np.uint8 and blocks.ndim == 2 and blocks.size and shape[1] % Q8_0.itemsize == 0
         if not whole or not blocks.flags.c_contiguous:
             raise InputError(
                 f"blocks are {blocks.dtype} {shape} with strides {blocks.strides}; q8_0 is C-contiguous uint8"
-                f" [n_out, n_in / {CHAIN} * {BLOCK.itemsize}], neither dimension 0"
+                f" [n_out, n_in / {CHAIN} * {Q8_0.itemsize}], neither dimension 0"
             )
-        n_out, n_in = shape[0], shape[1] // BLOCK.itemsize * CHAIN
+        n_out, n_in = shape[0], shape[1] // Q8_0.itemsize * CHAIN
         count = -(-n_out // PANEL)
         panels = aligned_zeros(count, n_in, PANEL // 4).view(np.int8)
         scales = aligned_zeros(count, n_in // CHAIN, PANEL // 2).view(np.float16)
-        threads.run(_pack, count, 1, blocks.view(BLOCK), panels.reshape(count, -1, CHAIN, PANEL), scales)
+        threads.run(_pack, count, 1, blocks.view(Q8_0), panels.reshape(count, -1, CHAIN, PANEL), scales)
         return cls(panels, scales, n_out, n_in)
 
 

@@ -17,12 +17,9 @@ from numba import types
 from ._arrays import F32Array
 from ._ir import F16, I8, pointer
 from ._jit import Lanes, intrinsic, kernel
+from .panels import CHAIN, PANEL
 from .simd import Vector, fma, load, load_spread, splat, store
 
-PANEL = 64
-"""Outputs a panel: one step along K reads 256 contiguous bytes of f32 weights."""
-CHAIN = 32
-"""Products summed in one chain before it is added to the output: a block of q8_0, so that a chain has one scale."""
 FEW = 8
 """Most rows that q8_0 weights are unpacked for as they are used, by each tile anew; for more, a panel is unpacked once, into
 f32 that stays in the cache."""

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from memra_pp.kernels.matmul import PackedMatrix, matmul
-from memra_pp.kernels.matmul_q8 import BLOCK, Q8Matrix
+from memra_pp.kernels.matmul_q8 import Q8Matrix
+from memra_pp.kernels.panels import Q8_0
 from memra_pp.kernels.threads import Threads
 
 ORDERS = [0, 1, 2]
@@ -28,7 +29,7 @@ def f32_matrix(n_out, n_in, threads):
 
 def q8_matrix(n_out, n_in, threads):
     random = np.random.default_rng(2)
-    blocks = np.empty((n_out, n_in // 32), BLOCK)
+    blocks = np.empty((n_out, n_in // 32), Q8_0)
     blocks["d"] = random.standard_normal(blocks.shape) * random.choice([0.01, 1e-6, 0, 300], blocks.shape)
     blocks["q"] = random.integers(-128, 128, (*blocks.shape, 32))
     return Q8Matrix.pack(np.ascontiguousarray(blocks).view(np.uint8).reshape(n_out, -1), threads)

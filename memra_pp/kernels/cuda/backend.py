@@ -38,7 +38,7 @@ NOTHING_REFUSED = 2**64 - 1
 
 
 class CudaBackend(Backend):
-    """Bit for bit what `CpuBackend` computes, but for attention over few rows, which adds up in another order.
+    """Bit for bit what `CpuBackend` computes, but for attention, which adds up in another order.
 
     A value that a format cannot keep is found on the device: nothing of its layer is written then, and the next `download`
     raises `CacheError`.
@@ -50,7 +50,7 @@ class CudaBackend(Backend):
         self._refused = gpu.upload(np.full(MAX_APPENDS, NOTHING_REFUSED, np.uint64))
 
     def upload(self, array: NDArray[Any]) -> Rows:
-        return self.gpu.upload(np.ascontiguousarray(array))
+        return self.gpu.upload(array)
 
     def download(self, rows: Rows) -> NDArray[Any]:
         """The rows on the host.

@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
+from ..panels import CHAIN, DEPTH_UNIT, PANEL, Q8_0
 from .gpu import DeviceArray, Gpu
 
-PANEL, DEPTH_UNIT, CHAIN = 64, 8, 32
-"""Outputs of a panel, what its depth is a multiple of, and products of a chain: as of the CPU's panels."""
-Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", (CHAIN,))])
 GROUP, FEW = 8, 32
 """Most rows that a block of `matmul_*_1` to `_8` takes, and most in all: groups share the weights that they read through the
 cache. For more, tiles of 64 rows."""

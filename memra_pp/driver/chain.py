@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ..admission import Device, pooled
@@ -100,6 +101,8 @@ class LocalChain(Chain):
         self._failure: StageError | None = None
         for worker, home in zip(workers, self.homes, strict=True):
             worker.reserve(self.devices[home].budget)
+        for worker, following in pairwise(self._workers):
+            worker.boundary.lead_to(following.boundary)
 
     @property
     def overlap(self) -> int:

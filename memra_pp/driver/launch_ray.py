@@ -25,7 +25,9 @@ from ..errors import ConfigError, LaneError, MemraError, StageError
 from ..kernels.devices import kind_of, require_gpus
 from ..models.protocol import StageModel
 from ..stage.actor import StageActor, node_ip
-from ..stage.lanes import KEY_BYTES, Lane, Listener, connect
+from ..stage.boundary import Offer
+from ..stage.lanes import Lane
+from ..stage.listener import KEY_BYTES, Listener, connect
 from ..stage.spec import StageSpec
 from .chain import Progress
 from .lane_chain import LaneChain
@@ -203,12 +205,13 @@ class _Launch:
             self._acquired = True
         self._place()
         self._progress("loading stages", 1, steps)
-        addresses = self._load(steps)
+        addresses, offers = zip(*self._load(steps), strict=True)
         self._progress("wiring the stages", steps - 1, steps)
         self._listener = Listener(self._address("driver"), self._key)
         downstream = [*addresses[1:], self._listener.address]
         peers = [*map(str, self._specs[1:]), "the driver"]
-        shares = self._each([a.wire.remote(d, p) for a, d, p in zip(self._actors, downstream, peers, strict=True)], WIRE_S)
+        ends = zip(self._actors, downstream, peers, [*offers[1:], None], strict=True)
+        shares = self._each([actor.wire.remote(*end) for actor, *end in ends], WIRE_S)
         devices, homes = pooled(shares)
         self._require_together(homes)
         self._each([a.reserve.remote(devices[home].budget) for a, home in zip(self._actors, homes, strict=True)], WIRE_S)
@@ -273,7 +276,7 @@ class _Launch:
             time.sleep(EXIT_POLL_S)
 
     def _place(self) -> None:
-        gpus = [float(kind_of(spec.device) == "cuda") for spec in self._specs]
+        gpus = [1 / spec.share if kind_of(spec.device) == "cuda" else 0.0 for spec in self._specs]
         self._await("CPU", len(self._specs))
         self._await("GPU", sum(gpus))
         actor_class: Any = StageActor
@@ -293,12 +296,12 @@ class _Launch:
             owned = ray.cluster_resources().get(kind, 0)  # type: ignore[no-untyped-call]
             if owned < need or time.monotonic() > deadline:
                 raise ConfigError(
-                    f"{need:.0f} stages need a {kind} each and this Ray cluster has {have:.0f} of {owned:.0f} free: "
+                    f"{len(self._specs)} stages need {need:g} {kind} and this Ray cluster has {have:g} of {owned:g} free: "
                     "use fewer stages, or other devices"
                 )
             time.sleep(EXIT_POLL_S)
 
-    def _load(self, steps: int) -> list[str]:
+    def _load(self, steps: int) -> list[tuple[str, Offer | None]]:
         refs = [
             actor.load.remote(spec, self._model, self._address(f"stage{spec.stage}", w))
             for actor, spec, w in zip(self._actors, self._specs, self._where, strict=True)

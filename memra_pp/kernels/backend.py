@@ -28,6 +28,18 @@ class Backend(ABC):
     """
 
     @abstractmethod
+    def begin(self) -> None:
+        """Begins a forward: what one that was cut short has left is forgotten."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Ends a forward: waits until all of it is done.
+
+        Raises:
+            CacheError: rows were appended that hold what their format cannot keep, and that was not raised before.
+        """
+
+    @abstractmethod
     def upload(self, array: NDArray[Any]) -> Rows:
         """A copy of a host array, of its dtype."""
 

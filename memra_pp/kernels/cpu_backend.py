@@ -28,6 +28,12 @@ class CpuBackend(Backend):
     def __init__(self, threads: Threads) -> None:
         self._threads = threads
 
+    def begin(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
         return np.array(array, order="C")
 

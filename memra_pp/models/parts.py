@@ -137,21 +137,21 @@ class Forward(ABC):
             model.head = model.load_head(weights)
         return model
 
-    def forward(self, batch: StepBatch, x: Array, caches: Sequence[Cache]) -> Array:
+    def forward(self, batch: StepBatch, x: Rows, caches: Sequence[Cache]) -> Rows:
         """Tokens or hidden rows in; hidden rows, or the logits asked for on the last stage, out (see `StageModel`)."""
         if self.embedding is not None:
             x = self.embed(self.embedding, x)
         rows = self._run(batch, x, caches)
-        if self.head is not None:
-            rows = self.logits(self.head, self.backend.take(rows, batch.logit_rows))
-        return self.backend.download(rows)
+        if self.head is None:
+            return rows
+        return self.backend.download(self.logits(self.head, self.backend.take(rows, batch.logit_rows)))
 
     def run_layers(self, batch: StepBatch, x: F32, caches: Sequence[Cache]) -> F32:
         """The layers alone: f32 `[rows, n_embd]` in and out."""
         return self.backend.download(self._run(batch, x, caches))
 
-    def _run(self, batch: StepBatch, x: F32, caches: Sequence[Cache]) -> Rows:
-        rows = self.backend.upload(np.asarray(x, np.float32))
+    def _run(self, batch: StepBatch, x: Rows, caches: Sequence[Cache]) -> Rows:
+        rows = self.backend.upload(np.asarray(x, np.float32)) if isinstance(x, np.ndarray) else x
         step = Step(batch, caches, self.backend)
         for il in self.layers:
             self.run_layer(il, rows, step)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from ..cache import Cache, CacheSnapshot
 from ..config import ModelConfig
+from ..kernels.backend import Rows
 
 Array = NDArray[Any]
 
@@ -71,9 +72,12 @@ class StageModel(Protocol):
     def workspace_bytes(self, max_rows: int) -> int:
         """An upper bound of what `forward` allocates for `max_rows` rows, beyond the cache."""
 
-    def forward(self, batch: StepBatch, x: Array, caches: Sequence[Cache]) -> Array:
+    def forward(self, batch: StepBatch, x: Rows, caches: Sequence[Cache]) -> Rows:
         """Runs the layers over `x` and appends each session's rows to its cache at `cache.pos`; the caller moves `pos`.
 
         `x` is i32 `[rows]` tokens on the first stage, f32 `[rows, n_embd]` after it. Returns f32 `[rows, n_embd]`, or on
         the last stage f32 `[len(batch.logit_rows), n_vocab]`.
+
+        On a CPU all are NumPy arrays. On a GPU the tokens and the logits are; hidden rows may come as an array there, where
+        the stage before has written them, which `forward` may write to, and may be returned as either.
         """

@@ -11,7 +11,10 @@ import ray
 from ..admission import Device
 from ..errors import StageError
 from ..models.protocol import StageModel
-from .lanes import Lane, Listener, connect
+from .boundary import Offer
+from .lanes import Lane
+from .listener import Listener, connect
+from .outbox import SEND_S
 from .serve import serve_control, serve_frames
 from .spec import StageSpec
 from .worker import StageWorker
@@ -38,16 +41,17 @@ class StageActor:
             "pid": os.getpid(),
         }
 
-    def load(self, spec: StageSpec, model: type[StageModel], address: str) -> str:
-        """Loads the stage's weights and listens at `address`; the address to connect to."""
+    def load(self, spec: StageSpec, model: type[StageModel], address: str) -> tuple[str, Offer | None]:
+        """Loads the stage's weights and listens at `address`; the address to connect to, and the slots to write rows to."""
         self._worker = StageWorker.load(spec, model, gpu=0)  # Ray shows an actor the GPUs that are its own
         self._listener = Listener(address, self._key)
-        return self._listener.address
+        return self._listener.address, self._worker.boundary.offer()
 
-    def wire(self, downstream: str, peer: str) -> Device:
+    def wire(self, downstream: str, peer: str, offer: Offer | None) -> Device:
         """Opens the lane to the next stage, or to the driver after the last; this stage's part of its device."""
         worker, _ = self._loaded()
-        self._down = connect(downstream, "frames", self._key, WIRE_S, peer)
+        self._down = down = connect(downstream, "frames", self._key, WIRE_S, peer)
+        worker.boundary.lead_out(offer, lambda: down.await_slot(SEND_S))
         return worker.share()
 
     def reserve(self, budget: int) -> None:
@@ -60,6 +64,7 @@ class StageActor:
         if self._down is None:
             raise StageError(f"{worker.spec} has no downstream lane: wire it before it serves")
         up, control = listener.accept("frames", WIRE_S), listener.accept("control", WIRE_S)
+        worker.boundary.come_back(up.give_back)
         thread = threading.Thread(target=serve_control, args=(worker, control, self._stop), name="control", daemon=True)
         thread.start()
         try:

@@ -1,7 +1,8 @@
 """Frames: what travels a lane. Fixed-size records, an optional msgpack header and raw array bytes; every count and length is
 bounded before use.
 
-Wire format, little-endian: a prefix (`kind u32`, `head bytes u32`, `hops u32`, `slowest u32`, `body bytes i64`, `id i64`);
+Wire format, little-endian: a prefix (`kind u32`, `head bytes u32`, `hops u16`, `slot u16`, `slowest u32`, `body bytes i64`, `id
+i64`);
 the counts of entries, arrays and bytes of notes (`u32` each); a record an entry (the fields of `Entry`, i64); a record an array
 (dtype, rows, width or 0, i64); the notes in msgpack; zeros up to a multiple of 64: that is the head. Then each array's bytes,
 each padded with zeros to a multiple of 64.
@@ -25,7 +26,7 @@ import numpy as np
 from ..errors import FrameError, InputError, LaneError, require
 from ..models.protocol import Array
 
-PREFIX = struct.Struct("<IIIIqq")
+PREFIX = struct.Struct("<IIHHIqq")
 GENERAL, PLAIN = 0x3147504D, 0x3150504D  # "MPG1", "MPP1"
 MAX_HEAD_BYTES = 1 << 22
 MAX_BODY_BYTES = 1 << 29
@@ -43,7 +44,7 @@ _FIELDS = 15
 _ENTRY = struct.Struct(f"<{_FIELDS}q")
 _ARRAY = struct.Struct("<3q")
 _COUNTS = struct.Struct("<3I")
-_PLAIN = struct.Struct(f"<IIIIqq{_FIELDS}q3q16x")  # padded to a multiple of ALIGN
+_PLAIN = struct.Struct(f"<IIHHIqq{_FIELDS}q3q16x")  # padded to a multiple of ALIGN
 _NO_ARRAY = len(DTYPES), 0, 0
 _NO_NOTES = msgpack.packb({})
 _PADDING = bytes(ALIGN)
@@ -104,7 +105,8 @@ def want_code(want: str, n_vocab: int) -> int:
 @dataclass(slots=True)
 class Frame:
     """Entries in order, and the arrays they speak of: the rows on the way down the chain; on the way back one array an entry
-    that is answered, in order.
+    that is answered, in order. With a `slot`, which counts from 1, the rows are no array of the frame: they are on the next
+    stage's GPU already, in that slot.
 
     `hops` counts the stages that have applied the frame: all its entries, or what a note says of one. `slowest` is the longest
     that one of them took for it, in microseconds, `MAX_SLOWEST` for whatever is longer.
@@ -123,6 +125,7 @@ class Frame:
     notes: dict[int, Note] = field(default_factory=dict)
     hops: int = 0
     slowest: int = 0
+    slot: int = 0
 
     def bury(self, index: int, fault: list[Any]) -> None:
         """Makes an entry a tombstone: it travels on with the fault, and without rows."""
@@ -151,7 +154,7 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
                 size = a.nbytes
                 body, record = size + -size % ALIGN, _record(a.dtype, a.shape)
             buffers: list[Any] = [
-                _PLAIN.pack(PLAIN, _PLAIN.size, frame.hops, frame.slowest, body, frame.id, *entries[0], *record)
+                _PLAIN.pack(PLAIN, _PLAIN.size, frame.hops, frame.slot, frame.slowest, body, frame.id, *entries[0], *record)
             ]
             if arrays:
                 buffers += a, _PADDING[: body - size]
@@ -184,7 +187,7 @@ def _general_head(frame: Frame, body: int) -> bytes:
     notes = msgpack.packb(frame.notes) if frame.notes else _NO_NOTES
     size = PREFIX.size + _COUNTS.size + _ENTRY.size * len(entries) + _ARRAY.size * len(records) + len(notes)
     pad = -size % ALIGN
-    prefix = PREFIX.pack(GENERAL, size + pad, frame.hops, frame.slowest, body, frame.id)
+    prefix = PREFIX.pack(GENERAL, size + pad, frame.hops, frame.slot, frame.slowest, body, frame.id)
     counts = _COUNTS.pack(len(entries), len(records), len(notes))
     return b"".join((prefix, counts, *starmap(_ENTRY.pack, entries), *starmap(_ARRAY.pack, records), notes, _PADDING[:pad]))
 
@@ -199,7 +202,7 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
     if got < PREFIX.size:
         return None, PREFIX.size
     found = _PLAIN.unpack_from(buffer)
-    kind, head, hops, slowest, body, frame_id = found[:6]
+    kind, head, hops, slot, slowest, body, frame_id = found[:7]
     if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
         raise _too_long(LaneError, head, body)
     plain = kind == PLAIN and head == _PLAIN.size
@@ -210,10 +213,10 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
         return None, size
     try:
         if plain:
-            fields = found[6:]
+            fields = found[7:]
             if min(fields) < 0:
                 raise _negative(fields)
-            frame, end = Frame(frame_id, [_entry_of(fields[:_FIELDS])], [], {}, hops, slowest), head
+            frame, end = Frame(frame_id, [_entry_of(fields[:_FIELDS])], [], {}, hops, slowest, slot), head
             if (record := fields[_FIELDS:]) != _NO_ARRAY:
                 array, end = _array(buffer[:size], head, record)
                 frame.arrays.append(array)
@@ -240,7 +243,7 @@ def _array(buffer: memoryview, at: int, record: Sequence[int]) -> tuple[Array, i
 
 def _read_general(buffer: memoryview) -> tuple[Frame, int]:
     """A frame with any number of entries, arrays and notes, and where its arrays end."""
-    _, head, hops, slowest, _, frame_id = PREFIX.unpack_from(buffer)
+    _, head, hops, slot, slowest, _, frame_id = PREFIX.unpack_from(buffer)
     n_entries, n_arrays, n_notes = _COUNTS.unpack_from(buffer, PREFIX.size)
     first = PREFIX.size + _COUNTS.size
     second = first + n_entries * _ENTRY.size
@@ -258,7 +261,7 @@ def _read_general(buffer: memoryview) -> tuple[Frame, int]:
             raise _negative(record)
         array, at = _array(buffer, at, record)
         arrays.append(array)
-    return Frame(frame_id, entries, arrays, _notes(buffer[third:end], n_entries), hops, slowest), at
+    return Frame(frame_id, entries, arrays, _notes(buffer[third:end], n_entries), hops, slowest, slot), at
 
 
 def _notes(packed: memoryview, entries: int) -> dict[int, Note]:

@@ -8,15 +8,16 @@ from ..admission import SessionShape
 from ..cache import KvPolicy, stage_layers, stage_layout
 from ..cache.sizing import Allocation
 from ..config import ModelConfig
+from ..kernels.devices import kind_of
 
 
 @dataclass(frozen=True)
 class StageSpec:
     """One stage of a pipeline.
 
-    `model` is the path of the weights; `device` names where the stage runs, and stages of one name share its memory; `share`
-    is the number of stages that divide the memory of this machine, or of this GPU; `budget_bytes` is the stage's part of its
-    device's bytes for sessions (None: what is free after loading).
+    `model` is the path of the weights; `device` names where the stage runs; `share` is the number of stages that divide the
+    memory of this machine, or of this GPU; `budget_bytes` is the stage's part of its device's bytes for sessions (None: what is
+    free after loading).
     """
 
     model: str
@@ -47,6 +48,13 @@ class StageSpec:
 
     def __str__(self) -> str:
         return f"stage {self.stage} (layers {self.layers.start} to {self.layers.stop - 1})"
+
+    @property
+    def pool(self) -> str:
+        """Whose bytes for sessions these are: stages of one name share them. Each stage of a GPU has its own part of it, since
+        what one has reserved there is taken from the others at once."""
+        shared = kind_of(self.device) == "cuda" and self.share > 1
+        return f"{self.device} (of stage {self.stage})" if shared else self.device
 
     def layout(self, shape: SessionShape) -> list[Allocation]:
         """Every buffer that a session allocates on this stage."""

@@ -15,11 +15,13 @@ import numpy as np
 from ..admission import Device, SessionShape
 from ..cache import slab_bytes
 from ..errors import CapacityExceeded, InputError, MemraError, StageError, checked_int, require
+from ..kernels.backend import Rows
 from ..kernels.devices import open_device
 from ..kernels.memory import ArenaDev
 from ..models.protocol import Array, Segment, StageModel, StepBatch
 from . import frames, taps
 from .answers import answers
+from .boundary import Boundary
 from .frames import ARGMAX, STEP, Entry, Frame, Note
 from .session import Captures, StageSession
 from .spans import Spans
@@ -70,6 +72,7 @@ class StageWorker:
         self._torn = False
         self._width = self.spec.cfg.n_vocab if self._last else self.spec.cfg.n_embd
         self._most_wanted = ARGMAX + self.spec.cfg.n_vocab
+        self.boundary = Boundary(self.spec, self.device)
 
     @classmethod
     def load(cls, spec: StageSpec, model: type[StageModel], gpu: int | None = None) -> StageWorker:
@@ -96,7 +99,7 @@ class StageWorker:
             budget = self.device.spare_bytes() // self.spec.share - self._workspace - RESERVE_BYTES
             if budget < 1:
                 raise StageError(f"{self.spec}: no memory is left for caches: {-budget} bytes short; use more devices")
-        return Device(self.spec.device, budget, self.device.granularity)
+        return Device(self.spec.pool, budget, self.device.granularity)
 
     def reserve(self, budget: int) -> None:
         """Reserves the arena of this stage's device, `budget` bytes. What stages share, each of them maps.
@@ -121,8 +124,9 @@ class StageWorker:
         Nothing is raised for a bad or failed entry: it travels on as a tombstone, and the others are not touched.
         """
         began = monotonic()
-        notes, arrays = frame.notes, frame.arrays
-        there = len(arrays[0]) if arrays else 0
+        notes, arrays, slot = frame.notes, frame.arrays, frame.slot
+        frame.slot = 0
+        there = self.boundary.room(slot) if slot else len(arrays[0]) if arrays else 0
         steps: dict[int, _Step] = {}
         start = rows = 0
         for i, entry in enumerate(frame.entries):
@@ -145,7 +149,11 @@ class StageWorker:
                 log.exception("%s: an entry failed", self.spec)
                 self._bury(frame, i, error)
             start = end
-        frame.arrays = self._run(frame, [*steps.values()], rows) if rows else []
+        if slot and rows:
+            arrays = [self.boundary.rows(slot, start), *arrays]
+        frame.arrays = self._run(frame, [*steps.values()], arrays, rows) if rows else []
+        if slot:
+            self.boundary.done(slot)
         frame.hops += 1
         if frame.id > self._newest:
             self._newest = frame.id
@@ -162,6 +170,7 @@ class StageWorker:
             "allocated_bytes": self.device.slab_bytes,
             "learned_bytes": self.learned_bytes,
             "sessions": len(self.sessions),
+            "boundary": self.boundary.kind,
             **self.spans.totals(),
             **asdict(self.counters),
         }
@@ -289,25 +298,29 @@ class StageWorker:
         if isinstance(held := note.get("held"), list):
             held.append([self.device.slab_bytes, self.learned_bytes])
 
-    def _run(self, frame: Frame, steps: list[_Step], rows: int) -> list[Array]:
-        """One forward over every admitted step; the rows of the next stage, or the answers on the last, then the taps."""
+    def _run(self, frame: Frame, steps: list[_Step], given: list[Rows], rows: int) -> list[Array]:
+        """One forward over every admitted step, `rows` of the given ones; the rows of the next stage, or the answers on the
+        last, then the taps."""
         segments, caches = [], []
         for _, e, session, captures, _ in steps:
             segments.append(_segment_of((e.base_len, e.rows, e.logits, captures)))
             caches.append(session.cache)
         batch = StepBatch(tuple(segments))
-        x, *tapped = frame.arrays
+        x, *tapped = given
         if rows != len(x):
-            x = np.concatenate([x[at : at + e.rows] for _, e, _, _, at in steps])
-        counters = self.counters
+            kept = np.concatenate([np.arange(at, at + e.rows) for _, e, _, _, at in steps])
+            x = x[kept] if isinstance(x, np.ndarray) else self.device.backend.take(x, kept)
+        backend, counters = self.device.backend, self.counters
         counters.steps += 1
         counters.rows += rows
         try:
+            backend.begin()
             y = self.model.forward(batch, x, caches)
             shape = (batch.n_logits if self._last else rows, self._width)
             if y.shape != shape or y.dtype != _F32:
                 raise StageError(f"{self.spec}: the model returned {y.dtype} {y.shape} where float32 {shape} belongs")
-            out = answers(batch, [entry.want for _, entry, _, _, _ in steps], y) if self._last else [np.ascontiguousarray(y)]
+            backend.settle()
+            out = answers(batch, [entry.want for _, entry, _, _, _ in steps], y) if self._last else []
         except Exception as error:
             log.exception("%s: a step failed", self.spec)
             for i, _, session, *_ in steps:
@@ -317,6 +330,8 @@ class StageWorker:
             session.commit(entry, captures)
             if frame.notes:
                 taps.collect(session, frame.notes.get(i, {}), tapped)
+        if not self._last:
+            out = self.boundary.give(frame, y)
         return out + tapped
 
     def refuse(self, frame: Frame, error: MemraError) -> None:
@@ -328,6 +343,7 @@ class StageWorker:
             elif frame.fault(i) is None:
                 self._bury(frame, i, error)
         frame.arrays = []
+        self.boundary.take_back(frame)
 
     def _break(self, frame: Frame, i: int, error: Exception, session: StageSession) -> None:
         """Buries a step that may have changed its session: until that is reset, it takes no other."""

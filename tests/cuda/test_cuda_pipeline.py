@@ -12,15 +12,17 @@ from on_cpu import Kernels
 import memra_pp
 from memra_pp.errors import StageError
 from memra_pp.kernels.cuda import gpu
+from memra_pp.stage.worker import RESERVE_BYTES
 
 GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())
+FREE = 1 << 30
 PROMPTS = [[7, 3, 99, 4], [5] * 40, [201, 9]]
 
 
 @pytest.fixture(params=["hybrid", "gemma3_tiny"])
 def model(request: pytest.FixtureRequest, data: Path, kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model, where GPUs are of fibers."""
-    monkeypatch.setattr(gpu, "CupyGpu", lambda index: FiberGpu(kernels))
+    monkeypatch.setattr(gpu, "CupyGpu", lambda index: FiberGpu(kernels, free=FREE))
     monkeypatch.setattr(gpu, "visible_gpus", lambda: 2)
     return data / str(request.param)
 
@@ -58,6 +60,16 @@ def test_what_is_allocated_is_what_was_planned(pipe: memra_pp.Pipeline) -> None:
         "cuda" in stage["device"] for stage in stages
     )
     assert all(stage["allocated_bytes"] == stage["planned_bytes"] > 0 for stage in stages)
+
+
+def test_stages_of_one_gpu_divide_its_bytes(model: Path) -> None:
+    with memra_pp.launch(model, devices=["cuda:0", "cuda:0", "cuda:1"], stages=3, backend="local", max_ctx=120) as pipe:
+        stages = pipe.stats()["stages"]
+        assert [stage["boundary"] for stage in stages] == ["slots", "slots", "lane"]
+        first, second, alone = (stage["arena_bytes"] for stage in stages)
+        assert first + second < FREE - 2 * RESERVE_BYTES and first < alone < FREE - RESERVE_BYTES
+        with memra_pp.launch(model, stages=3, backend="local", max_ctx=120) as cpu:
+            assert texts(pipe) == texts(cpu)
 
 
 def test_a_value_that_cannot_be_kept_costs_its_session_one_replay_then_ends_it(pipe: memra_pp.Pipeline) -> None:

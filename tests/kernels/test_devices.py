@@ -47,11 +47,6 @@ def test_nothing_is_started_without_a_gpu(no_gpu, hybrid, backend):
         memra_pp.launch(hybrid, stages=2, devices="cuda", backend=backend)
 
 
-def test_two_stages_do_not_share_a_gpu(hybrid):
-    with pytest.raises(ConfigError, match="a GPU holds one stage"):
-        memra_pp.launch(hybrid, stages=2, devices=["cuda:0", "cuda:0"], backend="local")
-
-
 @pytest.mark.parametrize("balance", ["time", "time:prefill", "bytes"])
 def test_no_gpu_is_cut_by_what_a_cpu_measures(no_gpu, hybrid, balance):
     with pytest.raises(ConfigError, match=f"balance='{balance}' on devices .* measured on a CPU; pass cuts"):

@@ -17,8 +17,10 @@ import pytest
 
 from memra_pp.errors import LaneError
 from memra_pp.stage import lanes
+from memra_pp.stage import listener as listening
 from memra_pp.stage.frames import CLOSE, GENERAL, MAX_BODY_BYTES, MAX_HEAD_BYTES, PLAIN, PREFIX, STEP, Entry, Frame, encode
-from memra_pp.stage.lanes import KEY_BYTES, MAX_PENDING_HANDSHAKES, Lane, Listener, connect
+from memra_pp.stage.lanes import Lane
+from memra_pp.stage.listener import KEY_BYTES, MAX_PENDING_HANDSHAKES, Listener, connect
 
 KEY, OTHER = bytes(KEY_BYTES), b"\1" * KEY_BYTES
 WAIT_S = 20.0
@@ -114,7 +116,7 @@ def test_a_client_without_the_key_gets_no_lane(listener):
 def test_a_client_that_skips_its_proof_gets_no_lane(listener):
     """It answers the server's proof with the server's own: each side signs under its own name."""
     with dial(listener) as sock:
-        sock.sendall(lanes._HELLO + b"frames".ljust(16, b"\0") + bytes(32))
+        sock.sendall(listening._HELLO + b"frames".ljust(16, b"\0") + bytes(32))
         challenge = b""
         while len(challenge) < 64:
             challenge += sock.recv(64 - len(challenge))
@@ -131,7 +133,7 @@ def test_a_server_without_the_key_is_refused_before_the_client_proves_anything(p
         with sock:
             sock.settimeout(WAIT_S)
             hello = sock.recv(4096)
-            assert hello.startswith(lanes._HELLO) and KEY not in hello
+            assert hello.startswith(listening._HELLO) and KEY not in hello
             sock.sendall(bytes(64))
             with pytest.raises(LaneError, match="does not hold this pipeline's key"):
                 client.result(WAIT_S)
@@ -142,7 +144,7 @@ def test_nonces_are_fresh(listener):
     seen = set()
     for _ in range(4):
         with dial(listener) as sock:
-            sock.sendall(lanes._HELLO + b"frames".ljust(16, b"\0") + bytes(32))
+            sock.sendall(listening._HELLO + b"frames".ljust(16, b"\0") + bytes(32))
             seen.add(sock.recv(32))
     assert len(seen) == 4
 
@@ -173,16 +175,16 @@ def test_who_comes_when_too_many_shake_hands_is_dropped_until_they_are_gone(list
 
 
 def test_a_silent_client_is_dropped_at_the_deadline(listener, monkeypatch):
-    monkeypatch.setattr(lanes, "HANDSHAKE_S", SHORT_S)
+    monkeypatch.setattr(listening, "HANDSHAKE_S", SHORT_S)
     with dial(listener) as sock:
         assert sock.recv(1) == b""
 
 
 def test_a_client_that_trickles_is_dropped_at_the_deadline(listener, monkeypatch):
-    monkeypatch.setattr(lanes, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(listening, "HANDSHAKE_S", 0.3)
     with dial(listener) as sock, pytest.raises(OSError):
         sock.settimeout(SHORT_S)
-        for byte in itertools.cycle(lanes._HELLO[:1]):
+        for byte in itertools.cycle(listening._HELLO[:1]):
             sock.send(byte.to_bytes())
             with contextlib.suppress(TimeoutError):
                 if sock.recv(1) == b"":
@@ -190,7 +192,7 @@ def test_a_client_that_trickles_is_dropped_at_the_deadline(listener, monkeypatch
 
 
 def test_a_silent_server_is_given_up_at_the_deadline(monkeypatch):
-    monkeypatch.setattr(lanes, "HANDSHAKE_S", SHORT_S)
+    monkeypatch.setattr(listening, "HANDSHAKE_S", SHORT_S)
     with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(LaneError, match="the stage"):
         connect(f"tcp:127.0.0.1:{server.getsockname()[1]}", "frames", KEY, WAIT_S, "the stage")
 
@@ -482,14 +484,14 @@ def test_the_end_is_an_error_for_both_calls_and_comes_after_what_was_sent(pair):
 @pytest.mark.parametrize(
     "prefix",
     [
-        PREFIX.pack(GENERAL ^ 1, 64, 0, 0, 0, 1),
-        PREFIX.pack(GENERAL, MAX_HEAD_BYTES + 1, 0, 0, 0, 1),
-        PREFIX.pack(GENERAL, 64, 0, 0, MAX_BODY_BYTES + 1, 1),
-        PREFIX.pack(GENERAL, 2**32 - 1, 0, 0, 2**63 - 1, 1),
-        PREFIX.pack(GENERAL, 64, 0, 0, -64, 1),
-        PREFIX.pack(PLAIN, 192, 0, 0, MAX_BODY_BYTES + 1, 1),
-        PREFIX.pack(PLAIN, 256, 0, 0, MAX_BODY_BYTES, 1),
-        PREFIX.pack(PLAIN, MAX_HEAD_BYTES, 0, 0, 0, 1),
+        PREFIX.pack(GENERAL ^ 1, 64, 0, 0, 0, 0, 1),
+        PREFIX.pack(GENERAL, MAX_HEAD_BYTES + 1, 0, 0, 0, 0, 1),
+        PREFIX.pack(GENERAL, 64, 0, 0, 0, MAX_BODY_BYTES + 1, 1),
+        PREFIX.pack(GENERAL, 2**32 - 1, 0, 0, 0, 2**63 - 1, 1),
+        PREFIX.pack(GENERAL, 64, 0, 0, 0, -64, 1),
+        PREFIX.pack(PLAIN, 192, 0, 0, 0, MAX_BODY_BYTES + 1, 1),
+        PREFIX.pack(PLAIN, 256, 0, 0, 0, MAX_BODY_BYTES, 1),
+        PREFIX.pack(PLAIN, MAX_HEAD_BYTES, 0, 0, 0, 0, 1),
         b"\x80\x04\x95".ljust(PREFIX.size, b"\0"),
     ],
 )
@@ -505,7 +507,7 @@ def test_what_is_no_frame_is_an_error_before_anything_is_allocated_for_it(pair, 
 @pytest.mark.parametrize("kind, head", [(GENERAL, 0), (GENERAL, 32), (GENERAL, 64), (GENERAL, 192), (PLAIN, 192)])
 def test_a_malformed_head_is_an_error_again_and_again(pair, kind, head):
     a, b = pair
-    b._sock.sendall(PREFIX.pack(kind, head, 0, 0, 192 - head, 1) + b"\xff" * 160 + packet(rows(1)))
+    b._sock.sendall(PREFIX.pack(kind, head, 0, 0, 0, 192 - head, 1) + b"\xff" * 160 + packet(rows(1)))
     for _ in range(3):
         with pytest.raises(LaneError, match="malformed"):
             a.recv(WAIT_S)

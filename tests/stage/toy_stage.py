@@ -58,9 +58,9 @@ def expected_logits(tokens):
     return toy_logits(np.array(tokens, np.float32)[:, None] + 1 + 2 + 3)
 
 
-def worker(stage=0, fence=FENCE, budget_bytes=1 << 24, max_rows=64):
+def worker(stage=0, fence=FENCE, budget_bytes=1 << 24, max_rows=64, device=None):
     spec = StageSpec("toy", CFG, fence, stage, POLICY, threads=1, max_rows=max_rows, budget_bytes=budget_bytes)
-    made = StageWorker(spec, ToyModel(spec.layers), CpuDev(threads=1))
+    made = StageWorker(spec, ToyModel(spec.layers), device or CpuDev(threads=1))
     made.reserve(made.share().budget)
     return made
 

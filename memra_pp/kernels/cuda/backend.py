@@ -41,13 +41,23 @@ class CudaBackend(Backend):
     """Bit for bit what `CpuBackend` computes, but for attention, which adds up in another order.
 
     A value that a format cannot keep is found on the device: nothing of its layer is written then, and the next `download`
-    raises `CacheError`.
+    or `settle` raises `CacheError`.
     """
 
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self._appends: list[KvBatch] = []
-        self._refused = gpu.upload(np.full(MAX_APPENDS, NOTHING_REFUSED, np.uint64))
+        self._forget()
+
+    def begin(self) -> None:
+        if self._appends:
+            self._forget()
+
+    def settle(self) -> None:
+        if self._appends:
+            self._require_kept()
+        else:
+            self.gpu.wait()
 
     def upload(self, array: NDArray[Any]) -> Rows:
         return self.gpu.upload(array)
@@ -230,8 +240,13 @@ class CudaBackend(Backend):
         refused = self.gpu.download(self._refused[: len(appends)])
         if (refused != NOTHING_REFUSED).any():
             first = int(np.flatnonzero(refused != NOTHING_REFUSED)[0])
-            self._refused = self.gpu.upload(np.full(MAX_APPENDS, NOTHING_REFUSED, np.uint64))
+            self._forget()
             raise cannot_keep(appends[first], int(refused[first]), "a value")
+
+    def _forget(self) -> None:
+        """No append is on its way, and none was refused."""
+        self._appends = []
+        self._refused: DeviceArray = self.gpu.upload(np.full(MAX_APPENDS, NOTHING_REFUSED, np.uint64))
 
 
 def _ceil(n: int, unit: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from ...errors import CapacityExceeded, ConfigError
+from ...errors import CapacityExceeded, ConfigError, StageError
 from .._arrays import I64Array
 from .compile import INSTALL, cubin
 
@@ -42,6 +43,26 @@ class Gpu(ABC):
         """
 
     @abstractmethod
+    def persistent(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """An array of any values in an allocation of its own, which can be shared. Raises as `empty`."""
+
+    @abstractmethod
+    def share(self, array: DeviceArray) -> bytes:
+        """What another process of this machine attaches a `persistent` array by.
+
+        Raises:
+            StageError: the system shares no memory of devices.
+        """
+
+    @abstractmethod
+    def attach(self, handle: bytes, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        """An array that another process shares, on this device or another; it is there while the other process lives.
+
+        Raises:
+            StageError: this process cannot have it.
+        """
+
+    @abstractmethod
     def upload(self, array: NDArray[Any]) -> DeviceArray:
         """A copy on the device. Raises as `empty`."""
 
@@ -60,8 +81,12 @@ class Gpu(ABC):
         """Zeroes an array."""
 
     @abstractmethod
+    def wait(self) -> None:
+        """Waits until all that was asked for is done."""
+
+    @abstractmethod
     def copy(self, dst: DeviceArray, src: DeviceArray) -> None:
-        """Copies between arrays of one shape and dtype that do not overlap."""
+        """Copies between arrays of one shape and dtype that do not overlap; `dst` may be on another device."""
 
     @abstractmethod
     def address(self, array: DeviceArray) -> int:
@@ -113,6 +138,32 @@ class CupyGpu(Gpu):
         except self._cupy.cuda.memory.OutOfMemoryError as error:
             raise CapacityExceeded(f"{self.name}: {error}; close sessions, or pass a smaller budget_bytes") from error
 
+    def persistent(self, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        size = math.prod(shape) * np.dtype(dtype).itemsize
+        with self._device:
+            try:
+                memory = self._cupy.cuda.Memory(size)  # not of the pool: a handle names the allocation that holds an array
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                raise CapacityExceeded(f"{self.name}: no {size} bytes ({error}); pass a smaller budget_bytes") from error
+            return self._cupy.ndarray(shape, dtype, self._cupy.cuda.MemoryPointer(memory, 0))
+
+    def share(self, array: DeviceArray) -> bytes:
+        with self._device:
+            try:
+                return bytes(self._cupy.cuda.runtime.ipcGetMemHandle(array.data.ptr))
+            except self._cupy.cuda.runtime.CUDARuntimeError as error:
+                raise StageError(f"{self.name} shares no memory with other processes: {error}") from error
+
+    def attach(self, handle: bytes, shape: tuple[int, ...], dtype: DTypeLike) -> DeviceArray:
+        cupy, size = self._cupy, math.prod(shape) * np.dtype(dtype).itemsize
+        with self._device:
+            try:
+                address = cupy.cuda.runtime.ipcOpenMemHandle(handle)
+            except cupy.cuda.runtime.CUDARuntimeError as error:
+                raise StageError(f"{self.name} cannot reach the memory of the next stage's GPU: {error}") from error
+            memory = cupy.cuda.UnownedMemory(address, size, self, self._device.id)
+            return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
     def upload(self, array: NDArray[Any]) -> DeviceArray:
         out = self.empty(array.shape, array.dtype)
         with self._device:
@@ -124,6 +175,9 @@ class CupyGpu(Gpu):
             host: NDArray[Any] = array.get(stream=self._stream)
             self._stream.synchronize()
         return host
+
+    def wait(self) -> None:
+        self._stream.synchronize()
 
     def clear(self, array: DeviceArray) -> None:
         with self._device:
@@ -146,7 +200,7 @@ class CupyGpu(Gpu):
             function(grid, block, tuple(args), shared_mem=shared)
 
     def close(self) -> None:
-        self._stream.synchronize()
+        self.wait()
         with self._device:
             self._cupy.get_default_memory_pool().free_all_blocks()
 

@@ -6,5 +6,5 @@ out=$(realpath "${1:-.}")
 cd "$(dirname "$0")/.."
 export PYTHONPATH=$PWD
 python=${PYTHON:-python3}
-"$python" -m pytest -m gpu -q -p no:cacheprovider tests/cuda/test_cuda_{append,forward,golden}.py
+"$python" -m pytest -m gpu -q -p no:cacheprovider tests/cuda/test_cuda_{append,forward,golden}.py tests/cuda/test_gpu_share.py
 "$python" scripts/gpu_bench.py --json "$out/gpu.json" | tee "$out/gpu.txt"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -154,6 +155,11 @@ class ArenaDev(Memory):
     @abstractmethod
     def spare_bytes(self) -> int:
         """Bytes that whoever runs here could still have, whatever this device's budget."""
+
+    @abstractmethod
+    def export(self, buf: Buffer) -> Any:
+        """What has `__dlpack__` for a buffer of this device or of its slabs, a plane or a state: another library reads and
+        writes the same memory by it, behind what was asked of the device until then. The device does not wait for that one."""
 
     @abstractmethod
     def _map(self, size: int) -> Buffer:

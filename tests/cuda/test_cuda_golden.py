@@ -98,8 +98,8 @@ def test_planes_and_states_are_shared_by_dlpack(data: Path, device: CudaDev) -> 
     buffers = [b for layer in (*cache.kv, *cache.recur) if layer is not None for b in layer.buffers()]
     if isinstance(device.gpu, CupyGpu):
         torch = pytest.importorskip("torch")
-        shared = [torch.from_dlpack(buffer).cpu().numpy() for buffer in buffers]
+        shared = [torch.from_dlpack(device.export(buffer)).cpu().numpy() for buffer in buffers]
     else:
-        shared = [np.from_dlpack(buffer) for buffer in buffers]
+        shared = [np.from_dlpack(device.export(buffer)) for buffer in buffers]
     for buffer, seen in zip(buffers, shared, strict=True):
         np.testing.assert_array_equal(seen, device.gpu.download(buffer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import memra_pp
@@ -51,3 +52,11 @@ def test_nothing_is_started_without_a_gpu(no_gpu, hybrid, backend):
 def test_no_gpu_is_cut_by_what_a_cpu_measures(no_gpu, hybrid, balance):
     with pytest.raises(ConfigError, match=f"balance='{balance}' on devices .* measured on a CPU; pass cuts"):
         memra_pp.launch(hybrid, stages=2, devices="cuda", balance=balance, backend="local")
+
+
+def test_a_cpu_s_planes_are_shared_by_dlpack():
+    device = CpuDev()
+    plane = device.alloc_u8(64)
+    shared = np.from_dlpack(device.export(plane))
+    plane[7] = 5
+    assert shared[7] == 5

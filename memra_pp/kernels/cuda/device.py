@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,10 @@ class CudaDev(ArenaDev):
     def spare_bytes(self) -> int:
         """What the GPU has free."""
         return self.gpu.free_bytes()
+
+    def export(self, buf: Buffer) -> Any:
+        """See `Gpu.export`."""
+        return self.gpu.export(buf)
 
     def copy_all(self, copies: Sequence[tuple[Buffer, Buffer]]) -> None:
         """Copies each `(dst, src)` in one launch."""

@@ -89,6 +89,11 @@ class Gpu(ABC):
         """Copies between arrays of one shape and dtype that do not overlap; `dst` may be on another device."""
 
     @abstractmethod
+    def export(self, array: DeviceArray) -> Any:
+        """What has `__dlpack__` and `__dlpack_device__` for an array: whoever takes it over waits for what was asked for until
+        then, on a stream of its own."""
+
+    @abstractmethod
     def address(self, array: DeviceArray) -> int:
         """Where an array begins on the device."""
 
@@ -187,6 +192,9 @@ class CupyGpu(Gpu):
         with self._device:
             dst.data.copy_from_device_async(src.data, src.nbytes, self._stream)
 
+    def export(self, array: DeviceArray) -> Any:
+        return _Exported(array, self._device, self._stream)
+
     def address(self, array: DeviceArray) -> int:
         return int(array.data.ptr)
 
@@ -203,6 +211,21 @@ class CupyGpu(Gpu):
         self.wait()
         with self._device:
             self._cupy.get_default_memory_pool().free_all_blocks()
+
+
+class _Exported:
+    """An array for other libraries. CuPy has their stream wait for the one that is current when they ask."""
+
+    def __init__(self, array: DeviceArray, device: Any, stream: Any) -> None:
+        self._array, self._device, self._stream = array, device, stream
+
+    def __dlpack__(self, **asked: Any) -> Any:
+        with self._device, self._stream:
+            return self._array.__dlpack__(**asked)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self._array.__dlpack_device__()
+        return device
 
 
 def visible_gpus() -> int:

@@ -14,7 +14,7 @@ from ray.dag import InputNode
 
 from memra_pp.cache import Cache
 from memra_pp.config import ModelConfig
-from memra_pp.driver.launch_ray import _runtime, deferred_signals
+from memra_pp.driver.ray_runtime import deferred_signals, runtime
 from memra_pp.models.protocol import Array, StepBatch
 
 
@@ -57,12 +57,12 @@ def write_config(folder: Path, layers: int, width: int) -> None:
 def ray_of(cpus: int) -> Iterator[None]:
     """The Ray that `launch` would start, with room for so many stages: for pipelines that are up at the same time."""
     with deferred_signals():
-        _runtime.acquire(cpus)
+        runtime.acquire(cpus)
     try:
         yield
     finally:
         with deferred_signals():
-            _runtime.release()
+            runtime.release()
 
 
 @ray.remote(num_cpus=0)

@@ -110,9 +110,9 @@ class Batcher:
         return max(0.0, expected[-1] + self._grace - now)
 
     def clear(self) -> list[Work]:
-        """Forgets what waits: all of it."""
+        """Forgets what waits, which it returns, and what is on its way."""
         waiting = [*self._control, *self._decodes, *self._prefills]
-        for queue in (self._control, self._decodes, self._prefills):
+        for queue in (self._control, self._decodes, self._prefills, self._flying, self._answered):
             queue.clear()
         return waiting
 

@@ -62,7 +62,7 @@ class Step:
 
 @dataclass
 class Books:
-    """One session's tokens, positions, snapshots and turn. `plan.pos` is where the caller stands, whatever is owed.
+    """One session's tokens, positions, snapshots and turn in an epoch. `plan.pos` is where the caller stands, whatever is owed.
 
     `kept` says in which slot the stages keep the state at a row. `retake` lists snapshots to be taken again in a replay, and
     `fresh` those taken where the caller stands, of which the stages have not been told.
@@ -72,6 +72,7 @@ class Books:
     policy: KvPolicy
     shape: SessionShape
     session: int
+    epoch: int
     seq: int = 1
     tokens: list[int] = field(default_factory=list)
     owed: Owed | None = None
@@ -139,7 +140,6 @@ class Books:
 
     def step(
         self,
-        epoch: int,
         tokens: list[int],
         *,
         logits: int = 0,
@@ -158,12 +158,12 @@ class Books:
             take = Take(self.free_slot(), len(replay) + snapshot_at, pin)
         elif self.fresh:
             take = self._take(self.fresh[0], len(replay))
-        return self._prepare(epoch, replay + tokens, tokens, take, logits=logits, want=want, keep=keep)
+        return self._prepare(replay + tokens, tokens, take, logits=logits, want=want, keep=keep)
 
-    def replay_step(self, epoch: int, rows: int, slot: Slot | None) -> Step:
+    def replay_step(self, rows: int, slot: Slot | None) -> Step:
         """Prepares a step of the first `rows` rows of the replay, taking `slot` again behind them."""
         take = None if slot is None else self._take(slot, rows)
-        return self._prepare(epoch, self.replay[:rows], [], take)
+        return self._prepare(self.replay[:rows], [], take)
 
     def commit(self, step: Step) -> None:
         """Writes down a step that is sent."""
@@ -227,16 +227,17 @@ class Books:
             else:
                 self.drop |= 1 << slot.index
 
-    def restart(self, failed: Step) -> None:
-        """The stages have emptied the session, in the turn `seq`, after a step that failed: what it and those behind it did is
+    def restart(self, lost: Step | None, epoch: int, seq: int) -> None:
+        """The stages have the session empty, in turn `seq` of `epoch`. What a step that was lost and those behind it did is
         undone, every token before it is to be replayed, every live snapshot to be taken again."""
-        del self.tokens[failed.stood :]
-        self.slots = list(failed.held)
+        if lost is not None:
+            del self.tokens[lost.stood :]
+            self.slots = list(lost.held)
         live = [slot for slot in self.slots if slot is not None]
         self.retake = sorted(live, key=lambda slot: self.plan.live.index(slot.mark))
         self.plan = CachePlan.of(self.cfg, self.shape.ctx, self.policy)
         self.plan.pos = len(self.tokens)
-        self.seq += 1
+        self.epoch, self.seq = epoch, seq
         self.drop, self.kept, self.fresh, self.owed = 0, {}, [], Owed(0, 0, 0)
 
     def _take(self, slot: Slot, at: int) -> Take:
@@ -250,7 +251,7 @@ class Books:
         plan.pos = self.owed.base
         return plan
 
-    def _prepare(self, epoch: int, rows: list[int], fed: list[int], take: Take | None, **asked: int) -> Step:
+    def _prepare(self, rows: list[int], fed: list[int], take: Take | None, **asked: int) -> Step:
         """A step of `rows`, of which `fed` are new, behind whatever rollback is owed."""
         owed = self.owed or Owed(0, 0, self.plan.pos)
         plan = self.plan.copy()
@@ -260,7 +261,7 @@ class Books:
             op=STEP,
             session=self.session,
             seq=self.seq,
-            epoch=epoch,
+            epoch=self.epoch,
             base_len=owed.base,
             rows=len(rows),
             restore=owed.restore,

@@ -104,7 +104,7 @@ class Calls:
     def __init__(self, pipe: Pipeline, session_id: int, prompt: list[int], shape: SessionShape) -> None:
         self.shape = shape
         self.taps: DflashTapSink | None = None
-        self.books = Books(pipe.cfg, pipe.policy, shape, session_id)
+        self.books = Books(pipe.cfg, pipe.policy, shape, session_id, pipe.chain.epoch)
         self.closed = False
         self._pipe = pipe
         self._prompt = prompt

@@ -19,6 +19,18 @@ Progress = Callable[[str, int, int], None]
 """Told what is being done, and how many of how many steps of a launch are done."""
 
 
+def health(state: str, cause: StageError | None, chain: Chain, last: dict[str, Any] | None = None) -> dict[str, Any]:
+    """What `Chain.health` tells."""
+    return {
+        "ready": state == "ready",
+        "state": state,
+        "cause": None if cause is None else str(cause),
+        "epoch": chain.epoch,
+        "recoveries": chain.recoveries,
+        "last_recovery": last,
+    }
+
+
 class Chain(ABC):
     """The stages in order. Frames come back in the order in which they were sent.
 
@@ -30,7 +42,7 @@ class Chain(ABC):
         self.devices, self.homes = tuple(devices), tuple(homes)
         self.stages = len(homes)
         self.epoch = 1
-        self.traversals = 0
+        self.traversals = self.recoveries = 0
 
     @property
     def overlap(self) -> int:
@@ -65,7 +77,20 @@ class Chain(ABC):
 
     @abstractmethod
     def fail(self, error: StageError) -> StageError:
-        """Gives the stages up, unless that was done before; the error that says why."""
+        """Breaks the way through the stages, unless it is broken; the error that says why."""
+
+    @abstractmethod
+    def rewire(self, error: StageError, unwanted: Callable[[], bool]) -> None:
+        """Replaces stages that are lost, and has a new epoch begin, in which no stage has a session. Called by the one thread
+        that sends and receives, after `error`; it returns early if it is `unwanted` meanwhile.
+
+        Raises:
+            StageError: it cannot be done, or was done too often; the pipeline has failed for good.
+        """
+
+    @abstractmethod
+    def health(self) -> dict[str, Any]:
+        """See `Pipeline.health`."""
 
     @property
     @abstractmethod
@@ -131,6 +156,12 @@ class LocalChain(Chain):
     def fail(self, error: StageError) -> StageError:
         self._failure = self._failure or error
         return self._failure
+
+    def rewire(self, error: StageError, unwanted: Callable[[], bool]) -> None:
+        raise self.fail(error)  # what died is this process
+
+    def health(self) -> dict[str, Any]:
+        return health("ready" if self._failure is None else "failed", self._failure, self)
 
     def stats(self) -> list[dict[str, Any]]:
         self._require_open()

@@ -20,8 +20,8 @@ from ..stage.spans import clock
 log = logging.getLogger(__name__)
 
 DEATH_S = 5.0
-"""A stage that leaves the pings of this long unanswered is taken for dead. Time in which this process was itself stopped,
-and sent none, does not count."""
+"""A stage that leaves the pings of this long unanswered is taken for dead, if nothing else is said. Time in which this process
+was itself stopped, and sent none, does not count."""
 
 SEND_S = 2.0
 
@@ -40,12 +40,12 @@ class _Answer(NamedTuple):
 class Heart:
     """One thread that pings every stage each second and hands out their answers.
 
-    `on_death(stage, cause)` is called once for each stage that closes its lane or falls silent.
+    `on_death(stage, cause, silent)` is called once for each stage that closes its lane or is silent for `silence_s` seconds.
     """
 
-    def __init__(self, lanes: Sequence[Lane], on_death: Callable[[int, str], None]) -> None:
+    def __init__(self, lanes: Sequence[Lane], on_death: Callable[[int, str, bool], None], silence_s: float) -> None:
         self._lanes = list(lanes)
-        self._on_death = on_death
+        self._on_death, self._silence_s = on_death, silence_s
         self._ids = itertools.count(1)
         self._answers: dict[tuple[int, int], _Answer] = {}
         self._asked: dict[tuple[int, int], int] = {}
@@ -127,8 +127,8 @@ class Heart:
 
     def _ping(self) -> None:
         for stage in sorted(key.data for key in self._selector.get_map().values()):
-            if self._unanswered[stage] * HEARTBEAT_S >= DEATH_S:
-                self._lost(stage, f"silent for {DEATH_S:.0f} s")
+            if self._unanswered[stage] * HEARTBEAT_S >= self._silence_s:
+                self._lost(stage, f"silent for {self._silence_s:.0f} s", silent=True)
                 continue
             self._unanswered[stage] += 1
             try:
@@ -154,7 +154,7 @@ class Heart:
                     self._news.notify_all()
             more = lane.pending
 
-    def _lost(self, stage: int, cause: str) -> None:
+    def _lost(self, stage: int, cause: str, silent: bool = False) -> None:
         self._selector.unregister(self._lanes[stage])
         if self._stop.is_set():
             return
@@ -162,7 +162,7 @@ class Heart:
             self._gone[stage] = cause
             self._news.notify_all()
         try:
-            self._on_death(stage, cause)
+            self._on_death(stage, cause, silent)
         except Exception:
             log.exception("%s is gone, and telling so failed", self._lanes[stage].peer)
 

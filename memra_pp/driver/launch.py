@@ -22,6 +22,8 @@ from ..stage.spec import StageSpec
 from ..stage.worker import StageWorker
 from .chain import Chain, LocalChain, Progress
 from .cut import cut_by_time, fence_by_bytes, fence_for
+from .heart import DEATH_S
+from .lane_chain import Recovery
 from .layer_times import WorkKind
 from .pipeline import Pipeline
 
@@ -30,6 +32,7 @@ DEFAULT_MAX_NEW_TOKENS = 512
 MAX_BYPASS = 1 << 20
 MAX_BUDGET = 1 << 50
 MAX_STEP_S = 86400.0
+RECOVERIES, MAX_RECOVERIES = 3, 1 << 20
 PREFILL_CHUNK = 512
 Backend = Literal["ray", "local"]
 Balance = Literal["even", "bytes", "time", "time:decode", "time:prefill"]
@@ -54,6 +57,8 @@ def launch(
     tenant_share: float | None = None,
     prefill_chunk: int = PREFILL_CHUNK,
     step_timeout: float = STEP_S,
+    silence_timeout: float = DEATH_S,
+    recoveries: int = RECOVERIES,
     stage_model: type[StageModel] | None = None,
     progress: Progress | None = None,
 ) -> Pipeline:
@@ -80,7 +85,10 @@ def launch(
         bypass: how many later sessions may be opened before one that waits for bytes (0: strictly first come, first served).
         tenant_share: the part of every device that one tenant's sessions may hold, above 0 and up to 1 (default: no cap).
         prefill_chunk: most rows in one step.
-        step_timeout: seconds after which a step that has not come back is an error.
+        step_timeout: seconds after which a step that has not come back means that a stage hangs.
+        silence_timeout: seconds without a sign of life after which a stage is taken for dead.
+        recoveries: how many times within five minutes a lost stage may be replaced; sessions go on then as if nothing had been.
+            0: never, the pipeline fails. Stages of the `local` backend are never replaced.
         stage_model: your own `StageModel` class (default: the reference forward of the model's architecture).
         progress: called with a short text and the steps done and to do, as stages come up.
 
@@ -112,6 +120,9 @@ def launch(
     require(shared, ConfigError, "tenant_share", tenant_share, "None, or a number above 0 and up to 1")
     timed = isinstance(step_timeout, (int, float)) and 0 < step_timeout <= MAX_STEP_S
     require(timed, ConfigError, "step_timeout", step_timeout, f"more than 0 and at most {MAX_STEP_S} seconds")
+    heard = isinstance(silence_timeout, (int, float)) and 1 <= silence_timeout <= MAX_STEP_S
+    require(heard, ConfigError, "silence_timeout", silence_timeout, f"1 to {MAX_STEP_S} seconds")
+    recovery = Recovery(checked_int(ConfigError, "recoveries", recoveries, 0, MAX_RECOVERIES), silence_timeout)
     progress = progress or (lambda text, done, of: None)
     told = cuts is not None or (balance == "even" and fence != nearest_even_fence(cfg, n))
     cut: dict[str, Any] = {"by": "cuts" if told else balance}
@@ -132,18 +143,18 @@ def launch(
         )
         for s, (device, budget) in enumerate(zip(names, budgets, strict=True))
     ]
-    chain = _chain(backend, specs, chosen, progress)
+    chain = _chain(backend, specs, chosen, recovery, progress)
     cost = CostModel(cfg, fence, policy, [chain.devices[home].granularity for home in chain.homes])
     admission = Admission(Ledger(chain.devices, chain.homes), cost, max_ctx, bypass=bypass, tenant_share=tenant_share)
     return Pipeline(path, specs, chain, admission, default_max_new_tokens, prefill_chunk, step_timeout, cut)
 
 
-def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], progress: Progress) -> Chain:
+def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], recovery: Recovery, progress: Progress) -> Chain:
     match backend:
         case "ray":
             from .launch_ray import launch_ray
 
-            return launch_ray(specs, model, progress)
+            return launch_ray(specs, model, recovery, progress)
         case "local":
             require_gpus([spec.device for spec in specs])
             return _local_chain(specs, model, progress)

@@ -1,4 +1,4 @@
-"""The Ray backend: starts or joins a cluster, places one actor a stage, and wires the lanes between them."""
+"""The Ray backend: places one actor a stage, wires the lanes between them, and replaces those that die."""
 
 from __future__ import annotations
 
@@ -6,165 +6,40 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import signal
-import socket
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
-from ..admission import pooled
+from ..admission import Device, pooled
 from ..errors import ConfigError, LaneError, MemraError, StageError
 from ..kernels.devices import kind_of, require_gpus
 from ..models.protocol import StageModel
 from ..stage.actor import StageActor, node_ip
-from ..stage.boundary import Offer
 from ..stage.lanes import Lane
 from ..stage.listener import KEY_BYTES, Listener, connect
 from ..stage.spec import StageSpec
 from .chain import Progress
-from .lane_chain import LaneChain
+from .lane_chain import Ends, LaneChain, Recovery
+from .ray_runtime import STOP_S, deferred_signals, private_dir, remove_dir, runtime
 
 START_S = 120.0
 LOAD_S = 900.0
 WIRE_S = 60.0
-STOP_S = 5.0
-OBJECT_STORE_BYTES = 100 << 20
-MAX_PARENT_BYTES = 24
+DRAIN_S = 10.0
+"""How long a stage whose lanes broke may take to end the step it is at; then it is taken for hung."""
+SLICE_S = 0.2
 EXIT_POLL_S = 0.02
-CONNECT_S = 5.0
 
 log = logging.getLogger(__name__)
 
 
-class _Runtime:
-    """The Ray this process uses. One that was running is joined and left alone; else one is started, in a private directory,
-    and stopped with the last pipeline that uses it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._home: str | None = None
-        self._environ: dict[str, str] = {}
-        self._clusters = True
-
-    def acquire(self, stages: int) -> None:
-        """Raises StageError if Ray can be neither joined nor started."""
-        with self._lock:
-            if not ray.is_initialized():
-                try:
-                    if address := os.environ.get("RAY_ADDRESS"):
-                        self._join(address)
-                    else:
-                        self._start(stages)
-                except (RuntimeError, ValueError, OSError, RayError) as error:
-                    raise StageError(f"Ray did not start: {error}") from error
-            self._users += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._home is not None and self._users == 0:
-                self._stop()
-
-    def _join(self, address: str) -> None:
-        """Joins a running cluster. Ray would try an address where nobody listens for minutes."""
-        host, _, port = address.rpartition(":")
-        if port.isdigit():
-            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-
-    def _start(self, stages: int) -> None:
-        """One node on loopback, no dashboard, a small object store, workers at normal priority."""
-        self._home = home = private_dir()
-        self._environ = dict(os.environ)
-        for name, value in {
-            "RAY_AUTH_TOKEN": secrets.token_hex(KEY_BYTES),
-            ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-            "RAY_worker_niceness": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-        }.items():
-            os.environ.setdefault(name, value)
-        _forget_token()
-        # The one switch that makes Ray listen on loopback alone. Ray reads the variable when it is imported, which may
-        # have been before this.
-        self._clusters, ray_constants.ENABLE_RAY_CLUSTER = ray_constants.ENABLE_RAY_CLUSTER, False
-        try:
-            ray.init(
-                num_cpus=max(stages, os.cpu_count() or 1),
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                _temp_dir=home,
-            )
-        except BaseException:
-            self._stop()
-            raise
-
-    def _stop(self) -> None:
-        ray.shutdown()
-        ray_constants.ENABLE_RAY_CLUSTER = self._clusters
-        for name in [name for name in os.environ if name.startswith("RAY_") and name not in self._environ]:
-            del os.environ[name]
-        _forget_token()
-        if self._home is not None:
-            remove_dir(self._home)
-            self._home = None
-
-
-def _forget_token() -> None:
-    """Makes Ray look for its token again: it keeps the first that this process has used, be it a cluster's that is gone."""
-    loader = getattr(ray._raylet, "AuthenticationTokenLoader", None)
-    if loader is not None:
-        loader.instance().reset_cache()
-
-
-@contextlib.contextmanager
-def deferred_signals() -> Iterator[None]:
-    """Holds back SIGINT and SIGTERM, which in the middle of Ray's start or end would leave its processes behind, and restores
-    the handlers, which Ray replaces. Only a main thread has any."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[int] = []
-    handlers = {s: signal.signal(s, lambda number, frame: came.append(number)) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        if came:
-            signal.raise_signal(came[0])
-
-
-def private_dir() -> str:
-    """A new directory of mode 0700 whose path leaves room for a socket's name (107 bytes in all)."""
-    parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="memra-", dir=parent if len(parent) <= MAX_PARENT_BYTES else "/tmp")
-
-
-def remove_dir(path: str) -> None:
-    """Removes a directory that ending processes may still write to."""
-    deadline = time.monotonic() + STOP_S
-    while Path(path).exists():
-        shutil.rmtree(path, ignore_errors=True)
-        if time.monotonic() > deadline:
-            log.warning("could not remove %s", path)
-            return
-
-
-_runtime = _Runtime()
-
-
-def launch_ray(specs: Sequence[StageSpec], model: type[StageModel], progress: Progress) -> LaneChain:
+def launch_ray(specs: Sequence[StageSpec], model: type[StageModel], recovery: Recovery, progress: Progress) -> LaneChain:
     """Starts one actor a stage, loads them in parallel and wires them into a chain.
 
     Raises:
@@ -173,80 +48,92 @@ def launch_ray(specs: Sequence[StageSpec], model: type[StageModel], progress: Pr
     """
     if not (ray.is_initialized() or os.environ.get("RAY_ADDRESS")):
         require_gpus([spec.device for spec in specs])  # of this machine: the one node of the Ray that is started then
-    launching = _Launch(specs, model, progress)
+    stages = RayStages(specs, model, progress)
     try:
-        return launching.run()
+        return stages.launch(recovery)
     except BaseException:
-        launching.close()
+        stages.close()
         raise
 
 
-class _Launch:
-    """A launch on its way, and later what has to be undone when the pipeline closes."""
+@dataclass
+class _Stage:
+    """A stage's actor and where it is, once it is started, and its long task, while it serves."""
+
+    spec: StageSpec
+    actor: Any = None
+    where: dict[str, Any] | None = None
+    serving: Any = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process, if it is on this node."""
+        here = ray.get_runtime_context().get_node_id()
+        return self.where["pid"] if self.where is not None and self.where["node"] == here else None
+
+
+class RayStages:
+    """The actors of a pipeline, and what has to be undone when it closes."""
 
     def __init__(self, specs: Sequence[StageSpec], model: type[StageModel], progress: Progress) -> None:
-        self._specs = list(specs)
+        self._stages = [_Stage(spec) for spec in specs]
         self._model = model
         self._progress = progress
         self._key = secrets.token_bytes(KEY_BYTES)
         self._dir = private_dir()
-        self._actors: list[Any] = []
-        self._where: list[dict[str, Any]] = []
-        self._serving: list[Any] = []
         self._lanes: list[Lane] = []
         self._listener: Listener | None = None
         self._acquired = False
+        self._devices: Sequence[Device] = ()
+        self._homes: Sequence[int] = ()
+        self._unwanted: Callable[[], bool] = lambda: False
 
-    def run(self) -> LaneChain:
-        steps = len(self._specs) + 2
-        self._progress("starting Ray", 0, steps)
+    def launch(self, recovery: Recovery) -> LaneChain:
+        """The chain, wired for the first time."""
+        self._progress("starting Ray", 0, self._steps)
         with deferred_signals():
-            _runtime.acquire(len(self._specs))
+            runtime.acquire(len(self._stages))
             self._acquired = True
-        self._place()
-        self._progress("loading stages", 1, steps)
-        addresses, offers = zip(*self._load(steps), strict=True)
-        self._progress("wiring the stages", steps - 1, steps)
-        self._listener = Listener(self._address("driver"), self._key)
-        downstream = [*addresses[1:], self._listener.address]
-        peers = [*map(str, self._specs[1:]), "the driver"]
-        ends = zip(self._actors, downstream, peers, [*offers[1:], None], strict=True)
-        shares = self._each([actor.wire.remote(*end) for actor, *end in ends], WIRE_S)
-        devices, homes = pooled(shares)
-        self._require_together(homes)
-        self._each([a.reserve.remote(devices[home].budget) for a, home in zip(self._actors, homes, strict=True)], WIRE_S)
-        self._serving = [actor.serve.remote() for actor in self._actors]
-        names = [str(spec) for spec in self._specs]
-        out = self._lane(addresses[0], "frames", names[0])
-        control = [self._lane(a, "control", name) for a, name in zip(addresses, names, strict=True)]
-        back = self._listener.accept("frames", WIRE_S)
-        self._lanes.append(back)
-        return LaneChain(self._specs, devices, homes, out, back, control, self.autopsy, self.close)
+        self._start(self._stages)
+        self._load(self._stages)
+        self._devices, self._homes = pooled(self._each("share", self._stages, WIRE_S))
+        self._require_together()
+        self._reserve(self._stages)
+        self._progress("wiring the stages", self._steps - 1, self._steps)
+        ends = self._wire(1)
+        specs = [stage.spec for stage in self._stages]
+        return LaneChain(
+            specs, self._devices, self._homes, ends, self.autopsy, self.close, recovery=recovery, rewire=self.rewire
+        )
+
+    def rewire(self, epoch: int, silent: Collection[int], unwanted: Callable[[], bool]) -> tuple[Ends, str]:
+        """Replaces the stages that are gone, and `silent` ones, and wires all of them anew; what was replaced, and why.
+
+        Raises:
+            StageError: one of them is lost meanwhile, or `unwanted` says that this is for nothing.
+            ConfigError: the cluster has no room for a replacement.
+        """
+        self._unwanted = unwanted
+        self._drop_lanes()
+        why = self._end_lost(silent)
+        missing = [stage for stage in self._stages if stage.actor is None]
+        self._start(missing)
+        self._load(missing)
+        self._require_together()
+        self._reserve(missing)
+        return self._wire(epoch), "; ".join(why) or "its lanes broke, and no stage was lost"
 
     def autopsy(self) -> str | None:
         """Which stage's serving ended, and why: the first that did not merely lose its neighbour."""
         if not ray.is_initialized():
             return None
-        ended, _ = ray.wait(self._serving, num_returns=len(self._serving), timeout=0)
-        causes: list[str] = []
-        for spec, ref in zip(self._specs, self._serving, strict=True):
-            if ref not in ended:
-                continue
-            try:
-                ray.get(ref)
-            except RayTaskError as error:
-                if not isinstance(error.cause, LaneError):
-                    causes.append(f"{spec} failed: {error.cause!r}")
-            except RayError as error:
-                causes.append(f"{spec} died: {type(error).__name__}")
-        return causes[0] if causes else None
+        serving = [stage for stage in self._stages if stage.serving is not None]
+        ended, _ = ray.wait([s.serving for s in serving], num_returns=len(serving), timeout=0)
+        return next((why for stage in serving if stage.serving in ended and (why := _cause(stage)) is not None), None)
 
     def close(self) -> None:
         """Ends the actors and everything started for them, also when Ray was shut down under them."""
-        for lane in self._lanes:
-            lane.close()
-        if self._listener is not None:
-            self._listener.close()
+        self._drop_lanes()
         try:
             if self._acquired and ray.is_initialized():
                 self._end_actors()
@@ -254,84 +141,140 @@ class _Launch:
             with deferred_signals():
                 if self._acquired:
                     self._acquired = False
-                    _runtime.release()
+                    runtime.release()
                 remove_dir(self._dir)
+
+    @property
+    def _steps(self) -> int:
+        return len(self._stages) + 2
+
+    def _drop_lanes(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        self._lanes.clear()
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _end_lost(self, silent: Collection[int]) -> list[str]:
+        """Ends the actors that are lost: silent ones, those that failed, and those that do not end what they are at; why."""
+        why: list[str] = []
+        for stage in [self._stages[s] for s in silent]:
+            why.append(f"{stage.spec} on {stage.spec.device} fell silent")
+            self._kill(stage)
+        living = [stage for stage in self._stages if stage.actor is not None]
+        asked = {id(stage): stage.actor.where.remote() for stage in living}
+        answered, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=DRAIN_S)
+        for stage in living:
+            cause = _cause(stage) if asked[id(stage)] in answered else f"{stage.spec} hangs"
+            if cause is None:
+                cause = _error_of(asked[id(stage)], stage)
+            if cause is not None:
+                why.append(f"{cause} (device {stage.spec.device})")
+                self._kill(stage)
+            stage.serving = None
+        return why
+
+    def _kill(self, stage: _Stage) -> None:
+        """Ends an actor, be it a stopped one."""
+        pid, actor = stage.pid, stage.actor
+        stage.actor = stage.where = stage.serving = None
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(actor, no_restart=True)
+        if pid is not None:
+            _wait_for_exit([pid], 0.0)
 
     def _end_actors(self) -> None:
         """Ends the actors and waits until this node's are gone; one that will not go (a stopped one, say) is killed."""
+        pids = [pid for stage in self._stages if (pid := stage.pid) is not None]
         with contextlib.suppress(RayError, ValueError):  # a ValueError: these references are of a Ray that was shut down
-            if self._serving:
-                ray.wait(self._serving, num_returns=len(self._serving), timeout=STOP_S)
-            for actor in self._actors:
-                ray.kill(actor, no_restart=True)
-        here = ray.get_runtime_context().get_node_id()
-        pids = [w["pid"] for w in self._where if w["node"] == here]
-        deadline = time.monotonic() + STOP_S
-        while pids := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-            if time.monotonic() > deadline:
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                return
-            time.sleep(EXIT_POLL_S)
+            serving = [stage.serving for stage in self._stages if stage.serving is not None]
+            if serving:
+                ray.wait(serving, num_returns=len(serving), timeout=STOP_S)
+            for stage in self._stages:
+                if stage.actor is not None:
+                    ray.kill(stage.actor, no_restart=True)
+        _wait_for_exit(pids, STOP_S)
 
-    def _place(self) -> None:
-        gpus = [1 / spec.share if kind_of(spec.device) == "cuda" else 0.0 for spec in self._specs]
-        self._await("CPU", len(self._specs))
+    def _start(self, stages: Sequence[_Stage]) -> None:
+        """Starts the actors of some stages; of a first start, consecutive stages share nodes as far as they can."""
+        if not stages:
+            return
+        gpus = [1 / stage.spec.share if kind_of(stage.spec.device) == "cuda" else 0.0 for stage in stages]
+        self._await("CPU", len(stages))
         self._await("GPU", sum(gpus))
         actor_class: Any = StageActor
         placed = [actor_class.options(num_cpus=1, num_gpus=gpu).remote(self._key) for gpu in gpus]
-        self._actors = placed
-        where = self._each([actor.where.remote() for actor in placed], START_S)
+        for stage, actor in zip(stages, placed, strict=True):
+            stage.actor = actor
+        where = self._results([actor.where.remote() for actor in placed], START_S)
         nodes = list(dict.fromkeys(w["node"] for w in where))
         order = sorted(range(len(placed)), key=lambda i: nodes.index(where[i]["node"]))
-        self._actors = [placed[i] for i in order]
-        self._where = [where[i] for i in order]
+        for stage, i in zip(stages, order, strict=True):
+            stage.actor, stage.where = placed[i], where[i]
 
     def _await(self, kind: str, need: float) -> None:
-        """Waits a little for what a pipeline before this one has just given back; actors that cannot be placed would else stay
+        """Waits a little for what was used before and has just been given back; actors that cannot be placed would else stay
         pending without an error."""
         deadline = time.monotonic() + STOP_S
         while (have := ray.available_resources().get(kind, 0)) < need:  # type: ignore[no-untyped-call]
             owned = ray.cluster_resources().get(kind, 0)  # type: ignore[no-untyped-call]
             if owned < need or time.monotonic() > deadline:
                 raise ConfigError(
-                    f"{len(self._specs)} stages need {need:g} {kind} and this Ray cluster has {have:g} of {owned:g} free: "
+                    f"{len(self._stages)} stages need {need:g} {kind} and this Ray cluster has {have:g} of {owned:g} free: "
                     "use fewer stages, or other devices"
                 )
             time.sleep(EXIT_POLL_S)
 
-    def _load(self, steps: int) -> list[tuple[str, Offer | None]]:
-        refs = [
-            actor.load.remote(spec, self._model, self._address(f"stage{spec.stage}", w))
-            for actor, spec, w in zip(self._actors, self._specs, self._where, strict=True)
-        ]
-        deadline = time.monotonic() + LOAD_S
-        waiting = list(refs)
-        while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
-            if not done:
-                raise StageError(f"{len(waiting)} stages did not load within {LOAD_S:.0f} s: look for a slow disk")
-            self._each(done, START_S)
-            loaded = len(refs) - len(waiting)
-            self._progress(f"loaded {loaded} of {len(refs)} stages", 1 + loaded, steps)
-        return self._each(refs, START_S)
+    def _load(self, stages: Sequence[_Stage]) -> None:
+        if not stages:
+            return
+        self._progress("loading stages", 1, self._steps)
+
+        def loaded(done: int) -> None:
+            self._progress(f"loaded {done} of {len(stages)} stages", 1 + done, self._steps)
+
+        self._results([stage.actor.load.remote(stage.spec, self._model) for stage in stages], LOAD_S, loaded)
+
+    def _reserve(self, stages: Sequence[_Stage]) -> None:
+        budgets = [self._devices[self._homes[stage.spec.stage]].budget for stage in stages]
+        self._results([stage.actor.reserve.remote(n) for stage, n in zip(stages, budgets, strict=True)], WIRE_S)
+
+    def _wire(self, epoch: int) -> Ends:
+        """Lanes from stage to stage, and the driver's ends of them."""
+        stages, names = self._stages, [str(stage.spec) for stage in self._stages]
+        self._listener = Listener(self._address(f"driver-{epoch}"), self._key)
+        listening = [self._address(f"stage{stage.spec.stage}-{epoch}", stage.where) for stage in stages]
+        heard = self._results([s.actor.listen.remote(at) for s, at in zip(stages, listening, strict=True)], WIRE_S)
+        addresses, offers = zip(*heard, strict=True)
+        ends = zip(
+            stages, [*addresses[1:], self._listener.address], [*names[1:], "the driver"], [*offers[1:], None], strict=True
+        )
+        self._results([stage.actor.wire.remote(*end) for stage, *end in ends], WIRE_S)
+        for stage in stages:
+            stage.serving = stage.actor.serve.remote(epoch)
+        out = self._lane(addresses[0], "frames", names[0])
+        control = [self._lane(a, "control", name) for a, name in zip(addresses, names, strict=True)]
+        back = self._listener.accept("frames", WIRE_S)
+        self._lanes.append(back)
+        return Ends(out, back, control)
 
     def _address(self, name: str, where: dict[str, Any] | None = None) -> str:
         """A Unix socket while everything is on this node, TCP else."""
         here = ray.get_runtime_context().get_node_id()
-        if all(w["node"] == here for w in self._where):
+        if all(stage.where is not None and stage.where["node"] == here for stage in self._stages):
             return f"unix:{self._dir}/{name}"
         return f"tcp:{where['ip'] if where else node_ip()}:0"
 
-    def _require_together(self, homes: Sequence[int]) -> None:
+    def _require_together(self) -> None:
         """Stages that share a device's memory are on one node."""
-        for stage, home in enumerate(homes):
-            first = homes.index(home)
-            if self._where[stage]["node"] != self._where[first]["node"]:
+        nodes = [stage.where["node"] if stage.where is not None else None for stage in self._stages]
+        for stage, home in enumerate(self._homes):
+            first = self._homes.index(home)
+            if nodes[stage] != nodes[first]:
                 raise ConfigError(
-                    f"stages {first} and {stage} are to share device {self._specs[stage].device}, and Ray has placed them on "
-                    "two nodes: name a device for each, or use one node"
+                    f"stages {first} and {stage} are to share device {self._stages[stage].spec.device}, and Ray has placed "
+                    "them on two nodes: name a device for each, or use one node"
                 )
 
     def _lane(self, address: str, role: str, peer: str) -> Lane:
@@ -339,15 +282,55 @@ class _Launch:
         self._lanes.append(lane)
         return lane
 
-    def _each(self, refs: list[Any], timeout: float) -> list[Any]:
+    def _each(self, method: str, stages: Sequence[_Stage], timeout: float) -> list[Any]:
+        return self._results([getattr(stage.actor, method).remote() for stage in stages], timeout)
+
+    def _results(self, refs: list[Any], timeout: float, progress: Callable[[int], None] = lambda done: None) -> list[Any]:
         """The results of Ray calls, with a stage's own error as it was raised there."""
+        deadline, waiting = time.monotonic() + timeout, list(refs)
         try:
-            return list(ray.get(refs, timeout=timeout))
+            while waiting:
+                done, waiting = ray.wait(waiting, num_returns=1, timeout=SLICE_S)
+                ray.get(done)
+                if self._unwanted():
+                    raise StageError("this pipeline is closed: launch it again")
+                if done:
+                    progress(len(refs) - len(waiting))
+                elif time.monotonic() > deadline:
+                    raise StageError(
+                        f"{len(waiting)} stages were not ready within {timeout:.0f} s: is the cluster full, or a disk slow?"
+                    )
+            return list(ray.get(refs))
         except RayTaskError as error:
             if isinstance(error.cause, MemraError):
                 raise error.cause from None
             raise StageError(f"a stage failed while it started: {error.cause!r}") from error
-        except GetTimeoutError as error:
-            raise StageError(f"a stage did not start within {timeout:.0f} s: is the cluster full?") from error
         except RayError as error:
             raise StageError(f"a stage died while it started: {type(error).__name__}: {error}") from error
+
+
+def _cause(stage: _Stage) -> str | None:
+    """Why a stage that has ended its serving is lost; None if it merely lost a neighbour, or does not serve."""
+    return None if stage.serving is None else _error_of(stage.serving, stage)
+
+
+def _error_of(ref: Any, stage: _Stage) -> str | None:
+    try:
+        ray.get(ref)
+    except RayTaskError as error:
+        return None if isinstance(error.cause, LaneError) else f"{stage.spec} failed: {error.cause!r}"
+    except RayError as error:
+        return f"{stage.spec} died: {type(error).__name__}"
+    return None
+
+
+def _wait_for_exit(pids: list[int], patience_s: float) -> None:
+    """Waits until processes of this node are gone, and kills those that are not after a while."""
+    deadline = time.monotonic() + patience_s
+    while pids := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() >= deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(EXIT_POLL_S)

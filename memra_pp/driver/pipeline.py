@@ -284,6 +284,15 @@ class Pipeline:
             **books,
         }
 
+    def health(self) -> dict[str, Any]:
+        """Whether the pipeline serves, at once and without asking a stage.
+
+        `ready`; `state`, one of `ready`, `recovering`, `failed` and `closed`; the `cause` of what is broken, which names stage,
+        layers and device; `epoch`, which counts how often the stages were wired; how many `recoveries` were tried, and the
+        `last_recovery` that went well: its `cause`, what was `lost` and the seconds it took, `took_s`.
+        """
+        return self.chain.health()
+
     def trace_start(self) -> None:
         """Has every stage keep what becomes of each frame from now on, the last `MAX_SPANS` spans.
 

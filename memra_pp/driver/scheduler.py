@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,16 +17,19 @@ import numpy as np
 from ..admission.outcome import Outcome
 from ..errors import FrameError, InputError, StageError
 from ..models.protocol import Array
-from ..stage.frames import Frame
+from ..stage.frames import CLOSE, OPEN, Entry, Frame, Note
 from ..stage.spans import RECV, SEND, Spans
-from .batcher import Batcher
+from .batcher import MAX_ENTRIES, Batcher
 from .chain import Chain
-from .work import Work, replies
+from .tokens import chunks
+from .work import Rewired, Work, replies
 
 log = logging.getLogger(__name__)
 
 IDLE_S = 5.0
 """How often a scheduler, or one that waits for it, looks around though nothing happens."""
+REOPEN_S = 60.0
+"""How long the stages may take to open sessions again, in frames of many."""
 CLOSE_S = 60.0
 """How long a close waits for a frame that is computed in this process."""
 
@@ -40,8 +43,9 @@ class _Flight(NamedTuple):
 class Scheduler:
     """Takes entries from any thread, and tells each what came back.
 
-    Once the chain has failed, or the scheduler was closed, every entry is told so. `spans` keeps its sends and receives for a
-    trace.
+    When a stage is lost it has the chain wired anew, opens every session again, sends opens and closes that were on their way
+    once more, and tells everybody else `Rewired`. Once that cannot be done, or the scheduler was closed, all are told so.
+    `spans` keeps its sends and receives for a trace.
     """
 
     def __init__(self, chain: Chain, batcher: Batcher) -> None:
@@ -49,6 +53,7 @@ class Scheduler:
         self._inbox: deque[Work] = deque()
         self._gathering: set[object] = set()
         self._flying: dict[int, _Flight] = {}
+        self._open: dict[int, Note] = {}
         self._ids = itertools.count(1)
         self.spans = Spans(chain.stages)
         self._stopping = False
@@ -110,7 +115,10 @@ class Scheduler:
         ended = "this pipeline is closed: launch it again"
         try:
             while not self._stopping:
-                self._turn()
+                try:
+                    self._turn()
+                except StageError as error:
+                    self._recover(error)
         except StageError as error:
             ended = str(error)
         except Exception as error:
@@ -126,7 +134,7 @@ class Scheduler:
     def _turn(self) -> None:
         now = time.monotonic()
         while self._inbox:
-            self._batcher.add(self._inbox.popleft(), now)
+            self._take(self._inbox.popleft(), now)
         while batch := self._batcher.take(now):
             self._send(batch, now)
         frame = self._chain.recv(self._patience(now))
@@ -136,6 +144,53 @@ class Scheduler:
             self._hand_out(frame)
         elif self._flying:
             self._require_punctual()
+
+    def _take(self, work: Work, now: float) -> None:
+        """An entry that is to be sent, unless it was prepared for stages as they are no more: an open or a close means the same
+        to them still."""
+        if work.entry.epoch != self._chain.epoch:
+            if work.entry.op not in (OPEN, CLOSE):
+                work.fail(Rewired("this step was on its way when the stages were wired anew"))
+                return
+            work.entry = work.entry._replace(epoch=self._chain.epoch)
+        self._batcher.add(work, now)
+
+    def _recover(self, error: StageError) -> None:
+        lost = [work for flight in self._flying.values() for work in flight.works] + self._batcher.clear()
+        self._flying.clear()
+        try:
+            self._rewire(error)
+        except StageError as final:
+            for work in lost:
+                work.fail(StageError(str(final)))
+            raise
+        now = time.monotonic()
+        for work in lost:
+            self._take(work, now)
+
+    def _rewire(self, error: StageError) -> None:
+        """Has the stages wired anew, and every session opened again, in its place."""
+        while True:
+            self._chain.rewire(error, lambda: self._stopping)
+            try:
+                for sessions in chunks(list(self._open), MAX_ENTRIES):
+                    self._reopen(sessions)
+            except StageError as again:
+                error = again
+            else:
+                return
+
+    def _reopen(self, sessions: Sequence[int]) -> None:
+        frame = Frame(next(self._ids), [Entry(OPEN, session, 0, self._chain.epoch) for session in sessions])
+        frame.notes = {i: {**self._open[session], "held": []} for i, session in enumerate(sessions)}
+        self._chain.send(frame)
+        deadline, back = time.monotonic() + REOPEN_S, None
+        while back is None:
+            back = self._chain.recv(IDLE_S)
+            if self._stopping or (back is None and time.monotonic() > deadline):
+                raise self._chain.fail(StageError(f"{len(sessions)} sessions were not opened again within {REOPEN_S:.0f} s"))
+        if (fault := next(filter(None, map(back.fault, range(len(sessions)))), None)) is not None:
+            raise self._chain.fail(StageError(f"stage {fault[0]} could not open a session again: {fault[2]}"))
 
     def _send(self, works: list[Work], now: float) -> None:
         arrays = works[0].arrays if len(works) == 1 else _joined(works)
@@ -162,7 +217,16 @@ class Scheduler:
             raise StageError(f"{frame.hops} of {self._chain.stages} stages applied frame {frame.id}: launch the pipeline again")
         self._batcher.back(flight.works, frame.slowest / 1e6, time.monotonic())
         for work, reply in zip(flight.works, replies(frame), strict=True):
+            if work.entry.op and reply.fault is None:
+                self._keep_count(work)
             work.tell(reply)
+
+    def _keep_count(self, work: Work) -> None:
+        """Knows which sessions the stages have open, and how each was."""
+        if work.entry.op == OPEN and work.note is not None:
+            self._open[work.entry.session] = {name: said for name, said in work.note.items() if name != "held"}
+        elif work.entry.op == CLOSE:
+            self._open.pop(work.entry.session, None)
 
     def _patience(self, now: float) -> float:
         """How long to wait for a frame before something else is due."""

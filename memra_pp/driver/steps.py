@@ -16,7 +16,7 @@ from ..stage.frames import ARGMAX, LOGITS, MAX_BODY_BYTES, RESET, TOPK, Entry, N
 from ..stage.taps import MAX_TAPS
 from . import work
 from .books import Books, Step
-from .work import Reply, Work
+from .work import Reply, Rewired, Work
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -110,6 +110,8 @@ class Steps:
             while sent or not final:
                 if self._cancelled is not None:
                     raise self._cancelled
+                if not sent:
+                    self._follow()
                 if not final and len(sent) < self._pipe.chain.overlap:
                     part = tokens[at : at + self._pipe.scheduler.piece_rows(len(tokens) - at)] if split else tokens
                     final = at + len(part) == len(tokens)
@@ -117,17 +119,20 @@ class Steps:
                     at += len(part)
                     continue
                 yield sent[0].work
-                first, reply = sent[0], sent[0].work.result()
-                sent.popleft()
-                if reply.fault is None:
+                first, reply = sent[0], _reply(sent[0].work)
+                fault = None if reply is None else reply.fault
+                if reply is not None and fault is None:
+                    sent.popleft()
                     answers = _answers(reply, asked.get("want", LOGITS), taps, len(first.step.fed))
                     continue
-                stage, kind, message = reply.fault
-                if alone:
-                    raise StageError(f"{self} failed on stage {stage}: {message} ({kind}); close it and open another")
-                log.warning("%s failed on stage %d (%s: %s): replaying its tokens", self, stage, kind, message)
-                yield from self._reset(first.step)
-                at, final, alone = first.at, False, True
+                if fault is not None:
+                    stage, kind, message = fault
+                    if alone:
+                        raise StageError(f"{self} failed on stage {stage}: {message} ({kind}); close it and open another")
+                    log.warning("%s failed on stage %d (%s: %s): replaying its tokens", self, stage, kind, message)
+                    alone = True
+                yield from self._restart(first.step)
+                at, final = first.at, False
             self.failed = False
             return answers
         finally:
@@ -146,14 +151,14 @@ class Steps:
         self, part: list[int], at: int, taps: DflashTapSink | None, asked: dict[str, Any], *, prefill: bool, alone: bool
     ) -> None:
         """Sends what must go ahead of a step, then the step."""
-        books, epoch, chunk = self._books, self._pipe.chain.epoch, self._pipe.prefill_chunk
+        books, chunk = self._books, self._pipe.prefill_chunk
         while (ahead := books.ahead(len(part), chunk, "snapshot_at" in asked)) is not None:
             prefill = True  # the step behind it waits in the same queue
-            self._send(books.replay_step(epoch, *ahead), at, None, prefill=prefill, alone=alone)
+            self._send(books.replay_step(*ahead), at, None, prefill=prefill, alone=alone)
         note: Note | None = None
         if taps is not None and part:
             note = {"taps": {"layers": [int(il) for il in taps.layer_ids], "rows": len(part), "parts": []}}
-        self._send(books.step(epoch, part, **asked), at, note, prefill=prefill, alone=alone)
+        self._send(books.step(part, **asked), at, note, prefill=prefill, alone=alone)
 
     def _send(self, step: Step, at: int, note: Note | None, *, prefill: bool, alone: bool) -> None:
         arrays = [np.array(step.rows, np.int32)] if step.rows else []
@@ -178,19 +183,30 @@ class Steps:
         tapped = 4 * cfg.n_embd * entry.rows * len(note["taps"]["layers"]) if note else 0
         return max(4 * cfg.n_embd * entry.rows, width * entry.logits) + tapped
 
-    def _reset(self, failed: Step) -> work.Steps[None]:
-        """Empties the session on every stage, once all that was sent is back; what it held is owed."""
-        books, pipe = self._books, self._pipe
+    def _follow(self) -> None:
+        """Begins the epoch that the stages are in: they have the session, and it is empty."""
+        books, epoch = self._books, self._pipe.chain.epoch
+        if books.epoch != epoch:
+            books.restart(None, epoch, 1)
+            self._pipe.count(rebuilds=1)
+
+    def _restart(self, lost: Step) -> work.Steps[None]:
+        """Empties the session on every stage, once all that was sent is back; what it held is owed. Stages that were wired anew
+        have it empty already."""
+        books, pipe, rewired = self._books, self._pipe, False
         while self._sent:
             yield self._sent[0].work
-            self._sent.popleft().work.result()
-        reset = Work(Entry(RESET, books.session, books.seq, pipe.chain.epoch), [], pipe.step_timeout)
-        pipe.scheduler.submit(reset)
-        yield reset
-        fault = reset.result().fault
-        if fault is not None:
-            raise StageError(f"{self} could not be reset on stage {fault[0]}: {fault[2]}; close it and open another")
-        books.restart(failed)
+            rewired |= _reply(self._sent.popleft().work) is None
+        if not rewired:
+            reset = Work(Entry(RESET, books.session, books.seq, books.epoch), [], pipe.step_timeout)
+            pipe.scheduler.submit(reset)
+            yield reset
+            reply = _reply(reset)
+            if reply is not None and reply.fault is not None:
+                stage, _, message = reply.fault
+                raise StageError(f"{self} could not be reset on stage {stage}: {message}; close it and open another")
+            rewired = reply is None
+        books.restart(lost, *((pipe.chain.epoch, 1) if rewired else (books.epoch, books.seq + 1)))
         pipe.count(rebuilds=1)
 
     def _withdraw(self) -> None:
@@ -198,6 +214,14 @@ class Steps:
         for sent in self._sent:
             sent.work.cancel()
         self._sent.clear()
+
+
+def _reply(sent: Work) -> Reply | None:
+    """What came back; None if it was lost, and the stages were wired anew."""
+    try:
+        return sent.result()
+    except Rewired:
+        return None
 
 
 def _answers(reply: Reply, want: int, taps: DflashTapSink | None, rows: int) -> Array:

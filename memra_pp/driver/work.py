@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ..admission.outcome import Outcome
+from ..errors import StageError
 from ..models.protocol import Array
 from ..stage.frames import STEP, Entry, Frame, Note
 
@@ -15,6 +16,10 @@ Steps: TypeAlias = Generator[Outcome[Any], None, T]
 thread by blocking, a task by awaiting (see `waits`)."""
 
 NO_NOTE: Note = {}
+
+
+class Rewired(StageError):
+    """What was on its way is lost: the stages were wired anew, and this session is open on all of them and empty."""
 
 
 class Reply(NamedTuple):

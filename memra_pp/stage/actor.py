@@ -24,11 +24,11 @@ WIRE_S = 30.0
 
 @ray.remote(max_restarts=0, max_task_retries=0)
 class StageActor:
-    """One stage. `where`, `load`, `wire`, then one long `serve`."""
+    """One stage. `where`, `load`, `share`, `reserve` once; then `listen`, `wire` and one long `serve` for each epoch: it ends
+    when a lane breaks, and the weights stay."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._stop = threading.Event()
         self._worker: StageWorker | None = None
         self._listener: Listener | None = None
         self._down: Lane | None = None
@@ -41,44 +41,59 @@ class StageActor:
             "pid": os.getpid(),
         }
 
-    def load(self, spec: StageSpec, model: type[StageModel], address: str) -> tuple[str, Offer | None]:
-        """Loads the stage's weights and listens at `address`; the address to connect to, and the slots to write rows to."""
+    def load(self, spec: StageSpec, model: type[StageModel]) -> None:
+        """Loads the stage's weights."""
         self._worker = StageWorker.load(spec, model, gpu=0)  # Ray shows an actor the GPUs that are its own
-        self._listener = Listener(address, self._key)
-        return self._listener.address, self._worker.boundary.offer()
 
-    def wire(self, downstream: str, peer: str, offer: Offer | None) -> Device:
-        """Opens the lane to the next stage, or to the driver after the last; this stage's part of its device."""
-        worker, _ = self._loaded()
-        self._down = down = connect(downstream, "frames", self._key, WIRE_S, peer)
-        worker.boundary.lead_out(offer, lambda: down.await_slot(SEND_S))
-        return worker.share()
+    def share(self) -> Device:
+        """This stage's part of its device."""
+        return self._loaded().share()
 
     def reserve(self, budget: int) -> None:
         """Reserves the arena of this stage's device, in bytes."""
-        self._loaded()[0].reserve(budget)
+        self._loaded().reserve(budget)
 
-    def serve(self) -> None:
-        """Passes frames until the driver says stop or a lane breaks."""
-        worker, listener = self._loaded()
-        if self._down is None:
-            raise StageError(f"{worker.spec} has no downstream lane: wire it before it serves")
-        up, control = listener.accept("frames", WIRE_S), listener.accept("control", WIRE_S)
-        worker.boundary.come_back(up.give_back)
-        thread = threading.Thread(target=serve_control, args=(worker, control, self._stop), name="control", daemon=True)
-        thread.start()
+    def listen(self, address: str) -> tuple[str, Offer | None]:
+        """Listens at `address`; the address to connect to, and the slots to write rows to."""
+        self._unplug()
+        worker, self._listener = self._loaded(), Listener(address, self._key)
+        return self._listener.address, worker.boundary.offer()
+
+    def wire(self, downstream: str, peer: str, offer: Offer | None) -> None:
+        """Opens the lane to the next stage, or to the driver after the last."""
+        self._down = down = connect(downstream, "frames", self._key, WIRE_S, peer)
+        self._loaded().boundary.lead_out(offer, lambda: down.await_slot(SEND_S))
+
+    def serve(self, epoch: int) -> None:
+        """Passes frames, without a session at first, until the driver says stop or a lane breaks."""
+        worker, listener, down = self._loaded(), self._listener, self._down
+        if listener is None or down is None:
+            raise StageError(f"{worker.spec} has no lanes: have it listen and wire it before it serves")
+        stop, up = threading.Event(), None
         try:
-            serve_frames(worker, up, self._down, self._stop)
+            worker.begin(epoch)
+            up, control = listener.accept("frames", WIRE_S), listener.accept("control", WIRE_S)
+            worker.boundary.come_back(up.give_back)
+            thread = threading.Thread(target=serve_control, args=(worker, control, stop), name="control", daemon=True)
+            thread.start()
+            serve_frames(worker, up, down, stop)
         finally:
-            listener.close()
-            up.close()
-            self._down.close()
-            worker.close()
+            self._unplug()
+            if up is not None:
+                up.close()
 
-    def _loaded(self) -> tuple[StageWorker, Listener]:
-        if self._worker is None or self._listener is None:
+    def _unplug(self) -> None:
+        """Lets go of what was wired."""
+        listener, self._listener, down, self._down = self._listener, None, self._down, None
+        if listener is not None:
+            listener.close()
+        if down is not None:
+            down.close()
+
+    def _loaded(self) -> StageWorker:
+        if self._worker is None:
             raise StageError("this stage has not loaded its weights yet")
-        return self._worker, self._listener
+        return self._worker
 
 
 def node_ip() -> str:

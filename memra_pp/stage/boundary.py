@@ -57,6 +57,7 @@ class Boundary:
         self._slots: DeviceArray | None = None
         self._give_back: Callable[[Slot], None] = _nobody
         self._outlet: _Outlet | None = None
+        self._known: tuple[Offer, DeviceArray] | None = None
         self.kind = "lane" if self._gpu is None or spec.last else "host"
         if self._gpu is not None and spec.stage:
             self._slots = self._gpu.persistent((SLOTS, spec.max_rows, spec.cfg.n_embd), np.float32)
@@ -80,10 +81,11 @@ class Boundary:
     def lead_out(self, offer: Offer | None, await_slot: Callable[[], Slot]) -> None:
         """Has rows leave by the slots of the next stage, in another process, if it offers some and they can be had.
         `await_slot` waits until one is given back, and raises LaneError if none is."""
-        if self.kind != "host" or self._gpu is None:
+        if self._gpu is None or self._spec.last:
             return
+        self._outlet, self.kind = None, "host"
         try:
-            slots = _attached(self._gpu, offer, self._spec.cfg.n_embd)
+            slots = self._attached(self._gpu, offer)
         except StageError as error:
             log.warning("%s: rows reach the next stage by way of the host: %s", self._spec, error)
             return
@@ -129,6 +131,16 @@ class Boundary:
             self._outlet.free.append(frame.slot)
         frame.slot = 0
 
+    def _attached(self, gpu: Gpu, offer: Offer | None) -> DeviceArray:
+        """The next stage's slots. A process attaches the same memory once."""
+        if offer is None:
+            raise StageError("that stage is on no GPU, or shares no memory")
+        if offer.machine is None or offer.machine != clock()["of"]:
+            raise StageError("that stage is on another machine")
+        if self._known is None or self._known[0] != offer:
+            self._known = offer, gpu.attach(offer.handle, (SLOTS, offer.rows, self._spec.cfg.n_embd), np.float32)
+        return self._known[1]
+
 
 class _Outlet:
     """The sending end: the next stage's slots, and which are free."""
@@ -145,14 +157,6 @@ class _Outlet:
         self._gpu.copy(self._slots[slot - 1][: len(rows)], source)
         self._gpu.wait()
         return slot
-
-
-def _attached(gpu: Gpu, offer: Offer | None, width: int) -> DeviceArray:
-    if offer is None:
-        raise StageError("that stage is on no GPU, or shares no memory")
-    if offer.machine is None or offer.machine != clock()["of"]:
-        raise StageError("that stage is on another machine")
-    return gpu.attach(offer.handle, (SLOTS, offer.rows, width), np.float32)
 
 
 def _nobody(slot: Slot) -> None:

@@ -118,6 +118,14 @@ class StageWorker:
         """The most bytes that the device has handed out beside slabs since, beyond the workspace that was planned."""
         return max(0, self.device.peak_bytes - self._loaded_bytes - self._workspace)
 
+    def begin(self, epoch: int) -> None:
+        """Begins an epoch, the lanes wired anew: every session of the one before is gone, and its bytes are free."""
+        for session in self.sessions.values():
+            session.slab.close()
+        self.sessions.clear()
+        self.device.keep_only(())
+        self.epoch, self._newest, self._torn = epoch, 0, False
+
     def apply(self, frame: Frame) -> None:
         """Applies a frame in place: its rows become this stage's, its notes gain what this stage has to say.
 

@@ -58,8 +58,7 @@ class Children:
 
 
 @pytest.fixture
-def children(monkeypatch):
-    monkeypatch.setattr(heart_module, "DEATH_S", WAIT_S)  # a stage that starts is not silent
+def children():
     made = Children(3)
     yield made
     made.close()
@@ -71,8 +70,8 @@ def deaths():
 
 
 @contextlib.contextmanager
-def beating(lanes, on_death):
-    heart = Heart(lanes, on_death)
+def beating(lanes, on_death, silence_s=WAIT_S):
+    heart = Heart(lanes, on_death, silence_s)
     try:
         yield heart
     finally:
@@ -88,7 +87,11 @@ def quick(monkeypatch):
 
 
 def told(deaths):
-    return lambda stage, cause: deaths.put((stage, cause))
+    def on_death(stage, cause, silent):
+        deaths.put((stage, cause))
+        assert silent == ("silent" in cause)
+
+    return on_death
 
 
 def test_stages_answer_and_stop_when_the_heart_closes(children, deaths):
@@ -115,11 +118,11 @@ def test_a_killed_stage_is_named_once_and_questions_fail_at_once(children, death
     assert deaths.empty()
 
 
-def test_a_stopped_stage_is_named_by_its_silence(children, deaths, quick, monkeypatch):
+def test_a_stopped_stage_is_named_by_its_silence(children, deaths, quick):
     with beating(children.lanes, told(deaths)) as heart:
         heart.ask(PING, WAIT_S)
         os.kill(children.processes[2].pid, signal.SIGSTOP)
-        monkeypatch.setattr(heart_module, "DEATH_S", 1.0)
+        heart._silence_s = 1.0
         stage, cause = deaths.get(timeout=WAIT_S)
         assert stage == 2 and "silent" in cause
         with pytest.raises(StageError, match="stage 2 is gone: silent"):
@@ -331,7 +334,7 @@ class Capture:
 
 
 def test_a_death_notice_that_raises_does_not_stop_the_heart(deaths):
-    def on_death(stage, cause):
+    def on_death(stage, cause, silent):
         deaths.put((stage, cause))
         raise RuntimeError("the callback failed")
 
@@ -345,14 +348,13 @@ def test_time_in_which_the_driver_itself_was_stopped_is_nobodys_silence(deaths, 
     """A clock that leaps an hour between any two looks, as for a process stopped and continued again and again."""
     leaps = itertools.count(0, 3600)
     monkeypatch.setattr(heart_module.time, "monotonic", lambda: float(next(leaps)))
-    monkeypatch.setattr(heart_module, "DEATH_S", 60.0)
     beats = threading.Semaphore(0)
 
     def counted(lane, frame):
         answer(lane, frame)
         beats.release()
 
-    with stages_in_threads(counted) as lanes, beating(lanes, told(deaths)):
+    with stages_in_threads(counted) as lanes, beating(lanes, told(deaths), 60.0):
         for _ in range(20):
             assert beats.acquire(timeout=WAIT_S)
     assert deaths.empty()

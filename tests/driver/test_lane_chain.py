@@ -20,7 +20,7 @@ from memra_pp.cache import KvPolicy
 from memra_pp.config import KvPlan, ModelConfig
 from memra_pp.driver import heart, lane_chain
 from memra_pp.driver.batcher import Batcher
-from memra_pp.driver.lane_chain import LaneChain
+from memra_pp.driver.lane_chain import Ends, LaneChain
 from memra_pp.driver.scheduler import Scheduler
 from memra_pp.driver.work import Work
 from memra_pp.errors import StageError
@@ -87,7 +87,13 @@ class Stages:
         for sock in (*(b for _, b in pairs[:-1]), *(a for a, _ in pairs[1:]), *(b for _, b in controls)):
             sock.close()
         self.chain = LaneChain(
-            SPECS, [Device(str(spec), 1) for spec in SPECS], range(STAGES), out, back, control, autopsy, self.on_close
+            SPECS,
+            [Device(str(spec), 1) for spec in SPECS],
+            range(STAGES),
+            Ends(out, back, control),
+            autopsy,
+            self.on_close,
+            Recovery(0, silence),
         )
         self.scheduler = Scheduler(self.chain, Batcher(STAGES, 64, 1 << 20))
         self.roundtrip(Entry(PING, 0, 0, 1), [], WAIT_S)
@@ -124,7 +130,6 @@ class Stages:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(heart, "HEARTBEAT_S", 0.1)
-    monkeypatch.setattr(heart, "DEATH_S", WAIT_S)  # a stage that starts is not silent
     monkeypatch.setattr(lane_chain, "AUTOPSY_S", WAIT_S)
 
 
@@ -170,8 +175,8 @@ def test_a_step_blocked_while_a_stage_dies_raises_an_error_that_names_it(stages,
             asked()
 
 
-def test_a_stage_stopped_in_a_step_is_named_by_its_silence(stages, pool, monkeypatch):
-    monkeypatch.setattr(heart, "DEATH_S", 1.0)
+def test_a_stage_stopped_in_a_step_is_named_by_its_silence(stages):
+    stages.chain._heart._silence_s = 1.0  # a stage that starts is not silent
     os.kill(stages.processes[1].pid, signal.SIGSTOP)
     with pytest.raises(StageError, match=r"stage 1 .*is gone: silent"):
         echo(stages, 1)
@@ -179,7 +184,7 @@ def test_a_stage_stopped_in_a_step_is_named_by_its_silence(stages, pool, monkeyp
 
 def test_an_idle_chain_notices_a_death_by_itself(stages):
     stages.processes[2].kill()
-    assert stages.chain._failed.wait(WAIT_S)
+    assert stages.chain._broke.wait(WAIT_S)
     with pytest.raises(StageError, match=r"stage 2 .*is gone"):
         echo(stages, 1)
 

@@ -18,7 +18,6 @@ import pytest
 from test_exactness import long_run
 
 import memra_pp
-from memra_pp.driver import heart
 from memra_pp.errors import AdmissionError, ConfigError, StageError
 
 MARK = "MEMRA_TEST_MARK"
@@ -29,11 +28,11 @@ def cluster() -> Iterator[None]:
     """A Ray of this module's own, so that each launch joins it rather than start one."""
     import ray
 
-    from memra_pp.driver.launch_ray import _runtime
+    from memra_pp.driver.ray_runtime import runtime
 
-    _runtime.acquire(8)
+    runtime.acquire(8)
     yield
-    _runtime.release()
+    runtime.release()
     assert not ray.is_initialized()
 
 
@@ -101,8 +100,8 @@ def test_actors_hold_what_admission_gave_out_and_sessions_wait_for_one_another(c
         assert [d["reserved_bytes"] + d["allocated_bytes"] for d in pipe.stats()["devices"]] == [0, 0]
 
 
-def test_a_killed_stage_is_named_and_the_pipeline_closes(cluster: None, tiny: Path) -> None:
-    with memra_pp.launch(tiny, stages=3) as pipe:
+def test_a_killed_stage_that_is_not_to_be_replaced_is_named_and_the_pipeline_closes(cluster: None, tiny: Path) -> None:
+    with memra_pp.launch(tiny, stages=3, recoveries=0) as pipe:
         session = pipe.open([5, 6, 7], max_new_tokens=8)
         session.prefill()
         stages = pids(pipe)
@@ -116,9 +115,8 @@ def test_a_killed_stage_is_named_and_the_pipeline_closes(cluster: None, tiny: Pa
     assert not any(map(alive, stages))
 
 
-def test_a_stopped_stage_is_noticed_by_its_silence(cluster: None, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heart, "DEATH_S", 1.5)
-    with memra_pp.launch(tiny, stages=2) as pipe:
+def test_a_stopped_stage_is_noticed_by_its_silence(cluster: None, tiny: Path) -> None:
+    with memra_pp.launch(tiny, stages=2, silence_timeout=1.5, recoveries=0) as pipe:
         stages = pids(pipe)
         os.kill(stages[0], signal.SIGSTOP)
         try:

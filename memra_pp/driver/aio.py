@@ -144,6 +144,10 @@ class Pipeline:
             thread.shutdown(wait=False)  # the loop must not wait, whoever cancels whatever waits for it
             await asyncio.shield(ended)
 
+    def health(self) -> dict[str, Any]:
+        """`memra_pp.Pipeline.health`: it does not wait."""
+        return self.sync.health()
+
     async def stats(self) -> dict[str, Any]:
         """`memra_pp.Pipeline.stats`."""
         return await asyncio.to_thread(self.sync.stats)

@@ -187,8 +187,8 @@ class Steps:
         """Begins the epoch that the stages are in: they have the session, and it is empty."""
         books, epoch = self._books, self._pipe.chain.epoch
         if books.epoch != epoch:
+            self._pipe.count(rebuilds=bool(books.tokens))
             books.restart(None, epoch, 1)
-            self._pipe.count(rebuilds=1)
 
     def _restart(self, lost: Step) -> work.Steps[None]:
         """Empties the session on every stage, once all that was sent is back; what it held is owed. Stages that were wired anew

@@ -93,7 +93,6 @@ class Stages:
             Ends(out, back, control),
             autopsy,
             self.on_close,
-            Recovery(0, silence),
         )
         self.scheduler = Scheduler(self.chain, Batcher(STAGES, 64, 1 << 20))
         self.roundtrip(Entry(PING, 0, 0, 1), [], WAIT_S)

@@ -1,0 +1,86 @@
+"""`FragileChain`: stages in this process that are lost when a test says so, and there again, empty, once wired anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import ringed
+
+from memra_pp.driver import launch
+from memra_pp.driver.chain import LocalChain
+from memra_pp.errors import StageError
+from memra_pp.stage.frames import Frame
+from memra_pp.stage.worker import StageWorker
+
+
+class FragileChain(LocalChain):
+    """`losses[n]` is how many stages apply frame `n` before one is lost, and with it every frame on its way; with all of them,
+    the frame is lost on its way back. `log` has the ops of each frame."""
+
+    def __init__(self, workers: Sequence[StageWorker]) -> None:
+        super().__init__(workers)
+        self.losses: dict[int, int] = {}
+        self.log: list[list[int]] = []
+        self.most = 1 << 30
+        self._lost: StageError | None = None
+
+    @property
+    def overlap(self) -> int:
+        return self.stages
+
+    def lose(self) -> None:
+        """A stage dies, whatever is under way."""
+        self._lost = StageError("stage 1 is gone")
+        self.wake()
+
+    def lose_at(self, frame: int, passed: int) -> None:
+        """A stage dies at a frame, counted from now."""
+        self.losses[len(self.log) + frame] = passed
+
+    def _send(self, frame: Frame) -> None:
+        self._require_there()
+        self.log.append([entry.op for entry in frame.entries])
+        passed = self.losses.pop(len(self.log) - 1, None)
+        if passed is None:
+            super()._send(frame)
+            return
+        for worker in self._workers[:passed]:
+            worker.apply(frame)
+            worker.boundary.take_back(frame)
+        self._lost = StageError(f"stage {passed} is gone")
+        if passed < self.stages:
+            self._require_there()
+
+    def recv(self, timeout: float) -> Frame | None:
+        self._require_there()
+        return super().recv(timeout)
+
+    def rewire(self, error: StageError, unwanted: Callable[[], bool]) -> None:
+        if unwanted() or self.recoveries == self.most:
+            raise self.fail(error)
+        self.recoveries += 1
+        self.epoch += 1
+        self._back.clear()
+        self._lost = None
+        for worker in self._workers:
+            worker.begin(self.epoch)
+
+    def _require_there(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+
+@pytest.fixture(autouse=True)
+def fragile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every pipeline in this process is of fragile stages."""
+    for module in (ringed, launch):
+        monkeypatch.setattr(module, "LocalChain", FragileChain)
+
+
+def chain(pipe: Any) -> FragileChain:
+    """A pipeline's fragile stages."""
+    made = pipe.chain
+    assert isinstance(made, FragileChain)
+    return made

@@ -23,6 +23,7 @@ DEATH_S = 5.0
 """A stage that leaves the pings of this long unanswered is taken for dead, if nothing else is said. Time in which this process
 was itself stopped, and sent none, does not count."""
 
+BEATS = 5
 SEND_S = 2.0
 
 
@@ -38,9 +39,10 @@ class _Answer(NamedTuple):
 
 
 class Heart:
-    """One thread that pings every stage each second and hands out their answers.
+    """One thread that pings every stage each second, or more often, and hands out their answers.
 
-    `on_death(stage, cause, silent)` is called once for each stage that closes its lane or is silent for `silence_s` seconds.
+    `on_death(stage, cause, silent)` is called once for each stage that closes its lane, or before it is silent for more than
+    `silence_s` seconds.
     """
 
     def __init__(self, lanes: Sequence[Lane], on_death: Callable[[int, str, bool], None], silence_s: float) -> None:
@@ -115,19 +117,24 @@ class Heart:
         self._thread.join(timeout=SEND_S)
         self._selector.close()
 
+    @property
+    def _beat_s(self) -> float:
+        """From ping to ping: some, before a silence is too long."""
+        return min(HEARTBEAT_S, self._silence_s / BEATS)
+
     def _beat(self) -> None:
         due = 0.0
         while not self._stop.is_set():
             now = time.monotonic()
             if now >= due:
-                due = now + HEARTBEAT_S
+                due = now + self._beat_s
                 self._ping()
-            for key, _ in self._selector.select(timeout=max(0.0, min(due - now, HEARTBEAT_S / 4))):
+            for key, _ in self._selector.select(timeout=max(0.0, min(due - now, self._beat_s / 4))):
                 self._hear(key.data)
 
     def _ping(self) -> None:
         for stage in sorted(key.data for key in self._selector.get_map().values()):
-            if self._unanswered[stage] * HEARTBEAT_S >= self._silence_s:
+            if (self._unanswered[stage] + 1) * self._beat_s > self._silence_s:
                 self._lost(stage, f"silent for {self._silence_s:.0f} s", silent=True)
                 continue
             self._unanswered[stage] += 1

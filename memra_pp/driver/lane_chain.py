@@ -13,16 +13,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ..admission import Device
 from ..errors import FrameError, LaneError, MemraError, StageError
 from ..stage.frames import SPANS, STATS, TRACE, Frame
 from ..stage.lanes import Lane
+from ..stage.serve import HEARTBEAT_S
 from ..stage.spec import StageSpec
 from .chain import Chain, health
 from .heart import DEATH_S, Heart
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 SEND_S = 60.0
@@ -87,11 +89,11 @@ class LaneChain(Chain):
         self._ends = ends
         self._broken: StageError | None = None
         self._broke, self._silent = threading.Event(), set[int]()
-        self._ready.set()
         self._poll = select.poll()
         for fd in (self._bell, ends.back.fileno()):
             self._poll.register(fd, select.POLLIN)
         self._heart = Heart(ends.control, lambda *news: self._stage_died(ends, *news), self._recovery.silence_s)
+        self._ready.set()
 
     @property
     def failed(self) -> bool:
@@ -156,13 +158,13 @@ class LaneChain(Chain):
             os.eventfd_write(self._bell, 1)
 
     def stats(self) -> list[dict[str, Any]]:
-        return self._asked().ask(STATS, STATS_S)
+        return self._told(lambda heart: heart.ask(STATS, STATS_S))
 
     def trace_start(self) -> None:
-        self._asked().ask(TRACE, STATS_S)
+        self._told(lambda heart: heart.ask(TRACE, STATS_S))
 
     def trace(self) -> tuple[list[bytes], list[int]]:
-        return self._asked().ask(SPANS, STATS_S), self._heart.clock_offsets(STATS_S)
+        return self._told(lambda heart: (heart.ask(SPANS, STATS_S), heart.clock_offsets(STATS_S)))
 
     def close(self) -> None:
         if self._closed:
@@ -174,8 +176,17 @@ class LaneChain(Chain):
         os.close(bell)
         self._on_close()
 
-    def _asked(self) -> Heart:
-        """Whom to ask, once a recovery under way is done."""
+    def _told(self, asked: Callable[[Heart], T]) -> T:
+        """What the stages answer, once a recovery under way is done; asked again if they are lost meanwhile."""
+        heart = self._living()
+        try:
+            return asked(heart)
+        except StageError:
+            if heart is self._heart and not self._broke.wait(HEARTBEAT_S):
+                raise
+            return asked(self._living())
+
+    def _living(self) -> Heart:
         self._ready.wait(STATS_S)
         self._require_alive()
         return self._heart

@@ -306,7 +306,8 @@ class RayStages:
                 raise error.cause from None
             raise StageError(f"a stage failed while it started: {error.cause!r}") from error
         except RayError as error:
-            raise StageError(f"a stage died while it started: {type(error).__name__}: {error}") from error
+            first = str(error).partition("\n")[0]
+            raise StageError(f"a stage died while it started: {type(error).__name__}: {first}") from error
 
 
 def _cause(stage: _Stage) -> str | None:

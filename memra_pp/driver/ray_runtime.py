@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from ..errors import StageError
 from ..stage.listener import KEY_BYTES
+from .janitor import HOME, janitor
 
 STOP_S = 5.0
 OBJECT_STORE_BYTES = 100 << 20
@@ -76,6 +77,7 @@ class Runtime:
             ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
             "RAY_worker_niceness": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
+            HOME: home,
         }.items():
             os.environ.setdefault(name, value)
         _forget_token()
@@ -98,7 +100,7 @@ class Runtime:
     def _stop(self) -> None:
         ray.shutdown()
         ray_constants.ENABLE_RAY_CLUSTER = self._clusters
-        for name in [name for name in os.environ if name.startswith("RAY_") and name not in self._environ]:
+        for name in [name for name in os.environ if name.startswith(("RAY_", HOME)) and name not in self._environ]:
             del os.environ[name]
         _forget_token()
         if self._home is not None:
@@ -132,9 +134,12 @@ def deferred_signals() -> Iterator[None]:
 
 
 def private_dir() -> str:
-    """A new directory of mode 0700 whose path leaves room for a socket's name (107 bytes in all)."""
+    """A new directory of mode 0700 whose path leaves room for a socket's name (107 bytes in all). It is removed
+    when this process is killed, too."""
     parent = tempfile.gettempdir()
-    return tempfile.mkdtemp(prefix="memra-", dir=parent if len(parent) <= MAX_PARENT_BYTES else "/tmp")
+    path = tempfile.mkdtemp(prefix="memra-", dir=parent if len(parent) <= MAX_PARENT_BYTES else "/tmp")
+    janitor.watch(path)
+    return path
 
 
 def remove_dir(path: str) -> None:
@@ -145,6 +150,7 @@ def remove_dir(path: str) -> None:
         if time.monotonic() > deadline:
             log.warning("could not remove %s", path)
             return
+    janitor.forget(path)
 
 
 runtime = Runtime()

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -247,6 +248,30 @@ print("done")
     tmp.rmdir()
     assert status == 0, said
     assert said.splitlines()[-1] == "done"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_driver_that_is_killed_leaves_no_process_and_no_file(tiny: Path, how: signal.Signals) -> None:
+    tmp, mark = Path("/tmp") / f"m{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
+    tmp.mkdir()
+    code = f"""
+import memra_pp
+with memra_pp.launch({str(tiny)!r}, stages=2) as pipe:
+    for token in pipe.generate([5, 6, 7], max_new_tokens=16000, sampling=memra_pp.SamplingParams(temperature=0, eos_ids=())):
+        print(token, flush=True)
+"""
+    env = {**os.environ, MARK: mark, "TMPDIR": str(tmp)}
+    child = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert child.stdout is not None and child.stdout.readline().strip().isdigit()
+    assert len(marked(mark)) > 5 and list(tmp.iterdir())
+    child.send_signal(how)
+    assert child.wait(60) == -how
+    deadline = time.monotonic() + 60
+    while (marked(mark) or list(tmp.iterdir())) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert marked(mark) == [] and list(tmp.iterdir()) == []
+    child.stdout.close()
+    tmp.rmdir()
 
 
 def test_ctrl_c_while_ray_starts_leaves_nothing(tiny: Path) -> None:

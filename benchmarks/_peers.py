@@ -14,7 +14,7 @@ from ray.dag import InputNode
 
 from memra_pp.cache import Cache
 from memra_pp.config import ModelConfig
-from memra_pp.driver.ray_runtime import deferred_signals, runtime
+from memra_pp.driver.launch_ray_runtime import deferred_signals, runtime
 from memra_pp.models.protocol import Array, StepBatch
 
 

@@ -113,6 +113,12 @@ class CachePlan:
                 ring.apply_rebase(plan.new_base)
         self.pos += rows
 
+    def seat(self, pos: int) -> None:
+        """Stands at `pos`, in books without rows or snapshots: of each ring no row is there before a reader's view."""
+        for ring in self._rings:
+            ring.base = ring.view_start(pos)
+        self.pos = pos
+
     def snapshot(self, pin: bool = True, pos: int | None = None) -> SnapshotMark:
         """Takes a snapshot at `pos` (None: here); an earlier row is one of the step just appended, so its view is whole."""
         self._taken += 1

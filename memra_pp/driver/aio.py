@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from os import PathLike
 from types import TracebackType
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, BinaryIO, Generic, Protocol, TypeVar
 
 from ..admission import SessionShape
 from ..cache import DflashTapSink
@@ -144,6 +145,17 @@ class Pipeline:
             thread.shutdown(wait=False)  # the loop must not wait, whoever cancels whatever waits for it
             await asyncio.shield(ended)
 
+    def import_session(
+        self, source: str | PathLike[str] | BinaryIO, *, timeout: float | None = None, tenant: str = ""
+    ) -> Opening[Session]:
+        """`memra_pp.Pipeline.import_session`, in a thread."""
+
+        async def opening() -> Session:
+            done = asyncio.to_thread(self.sync.import_session, source, timeout=timeout, tenant=tenant)
+            return Session(self.sync, await done)
+
+        return Opening(opening())
+
     def health(self) -> dict[str, Any]:
         """`memra_pp.Pipeline.health`: it does not wait."""
         return self.sync.health()
@@ -202,6 +214,23 @@ class Session:
     @dflash_taps.setter
     def dflash_taps(self, sink: DflashTapSink | None) -> None:
         self._sync.dflash_taps = sink
+
+    @property
+    def last_logits(self) -> Array | None:
+        """See `memra_pp.Session.last_logits`."""
+        return self._sync.last_logits
+
+    async def export(self, target: str | PathLike[str] | BinaryIO) -> None:
+        """`memra_pp.Session.export`, in a thread."""
+        await asyncio.to_thread(self._sync.export, target)
+
+    async def park(self) -> None:
+        """`memra_pp.Session.park`, in a thread."""
+        await asyncio.to_thread(self._sync.park)
+
+    async def unpark(self, timeout: float | None = None) -> None:
+        """`memra_pp.Session.unpark`, in a thread."""
+        await asyncio.to_thread(self._sync.unpark, timeout)
 
     async def prefill(self, all_logits: bool = False, want: str = "logits") -> Array:
         """`memra_pp.Session.prefill`."""

@@ -11,11 +11,12 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from ..stage.frames import CLOSE, STEP
+from ..stage.frames import CLOSE, READ, SEAT, STEP, WRITE
 from .work import Work
 
 MAX_ENTRIES = 512
 """Entries of one frame."""
+ALONE = (SEAT, READ, WRITE)
 LEAST_PIECE, WHOLE_PIECE, FIRST_PIECE = 16, 64, 128
 """Rows of the shortest piece of a prefill, beside decodes and alone (fewer cost as much as these), and of one whose time nobody
 knows yet."""
@@ -67,7 +68,7 @@ class Batcher:
     def take(self, now: float) -> list[Work]:
         """The entries to be sent now, as one frame; none if there are none, or others should come first."""
         if self._control:
-            return [self._control.popleft() for _ in range(min(len(self._control), MAX_ENTRIES))]
+            return self._controls()
         if len(self._decodes) == 1 and not (self._prefills or self._flying or self._answered or self._decodes[0].done()):
             batch = [self._decodes.popleft()]  # one session by itself: nothing to weigh
             self._flying.append(batch)
@@ -115,6 +116,15 @@ class Batcher:
         for queue in (self._control, self._decodes, self._prefills, self._flying, self._answered):
             queue.clear()
         return waiting
+
+    def _controls(self) -> list[Work]:
+        """The entries without rows that are first; a piece of a session is by itself."""
+        batch = [self._control.popleft()]
+        while batch[0].entry.op not in ALONE and self._control and len(batch) < MAX_ENTRIES:
+            if self._control[0].entry.op in ALONE:
+                break
+            batch.append(self._control.popleft())
+        return batch
 
     @property
     def _grace(self) -> float:

@@ -217,6 +217,19 @@ class Books:
             self.kept = {}
         del self.tokens[target:]
 
+    def adopt(self, tokens: list[int], epoch: int) -> None:
+        """The stages have the session fresh, to be filled with what tokens have left elsewhere; snapshots have ended."""
+        self.tokens, self.epoch, self.seq = tokens, epoch, 1
+        self.plan = CachePlan.of(self.cfg, self.shape.ctx, self.policy)
+        self.plan.seat(len(tokens))
+        self.slots = [None] * self.shape.snapshots
+        self.owed, self.drop, self.kept, self.retake, self.fresh = None, 0, {}, [], []
+
+    @property
+    def untold(self) -> bool:
+        """Whether there is anything that the stages have not been told."""
+        return self.owed is not None or bool(self.fresh)
+
     def end(self, slot: Slot) -> None:
         """Ends a snapshot; its slot is free at once, and the stages are told with the next step."""
         if self.slots[slot.index] is slot:

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 import numpy as np
 
@@ -22,13 +22,15 @@ from ..admission.outcome import Outcome
 from ..cache import DflashTapSink
 from ..errors import InputError, MemraError, checked_int, require
 from ..models.protocol import Array
-from ..stage.frames import want_code
-from . import work
+from ..stage.frames import LOGITS, want_code
+from . import handover, work
 from .books import Books, Slot
 from .drafters import Draft, checked_drafts
 from .sampling import Sampler, SamplingParams, judge
+from .session_file import Header, Reader
 from .steps import Steps
 from .tokens import checked_tokens, chunks
+from .work import Rewired
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -99,6 +101,8 @@ class Calls:
         taps: the sink that every forward fills, if any.
         books: what the driver knows of the session.
         closed: whether it was closed.
+        parked: what it holds, where it was set aside.
+        last_logits: the last row's, if they were asked for, f32 `[n_vocab]`.
     """
 
     def __init__(self, pipe: Pipeline, session_id: int, prompt: list[int], shape: SessionShape) -> None:
@@ -106,10 +110,12 @@ class Calls:
         self.taps: DflashTapSink | None = None
         self.books = Books(pipe.cfg, pipe.policy, shape, session_id, pipe.chain.epoch)
         self.closed = False
+        self.parked: BinaryIO | None = None
         self._pipe = pipe
         self._prompt = prompt
         self._steps = Steps(pipe, self.books)
         self._next: int | None = None
+        self.last_logits: Array | None = None
         self._ended: deque[Slot] = deque()
         self._lock = threading.Lock()
 
@@ -154,7 +160,7 @@ class Calls:
         with self._turn():
             require(isinstance(snap, SessionSnapshot), InputError, "snap", snap, "a snapshot that this session has taken")
             self.books.rollback(snap.slot_of(self), checked_int(InputError, "accept", accept, 0, sys.maxsize))
-            self._next = None
+            self._next = self.last_logits = None
 
     def round(self, drafts: Iterable[int], sampler: Sampler | SamplingParams | None, next: int | None) -> work.Steps[Round]:
         with self._turn():
@@ -170,9 +176,44 @@ class Calls:
         """Tokens, between what must be waited for."""
         from .generate import generate
 
-        if self.books.tokens:
-            raise InputError("generate begins with the prompt, which was fed already: open a fresh session, or decode")
+        self._require_there()
+        if self.books.tokens and self._next is None:
+            raise InputError(
+                "nothing was sampled behind the rows fed, for generate to go on from: decode, or open a fresh session"
+            )
         return generate(self._pipe, self, max_new_tokens, sampling, draft)
+
+    def sampled(self) -> int | None:
+        """The token sampled behind the rows fed, which has not been fed; None if none was."""
+        return self._next
+
+    def export(self, out: BinaryIO) -> work.Steps[None]:
+        """Writes the session to a file, from its beginning again if a stage is lost meanwhile."""
+        with self._turn():
+            self._require_fed()
+            first = out.tell() if out.seekable() else None
+            while True:
+                yield from self._steps.settle()
+                try:
+                    yield from handover.send_out(self._pipe, self._header(), self.books, out)
+                    return
+                except Rewired:
+                    if first is None:
+                        raise
+                    out.seek(first)
+                    out.truncate()
+
+    def adopt(self, reader: Reader) -> work.Steps[None]:
+        """Has a fresh session stand where the file's does. If a stage is lost meanwhile, its tokens are fed instead."""
+        header = reader.header
+        with self._turn():
+            self.books.adopt(list(header.tokens), self._pipe.chain.epoch)
+            try:
+                yield from handover.take_in(self._pipe, self.books, reader)
+            except Rewired:
+                self.books.restart(None, self._pipe.chain.epoch, 1)
+            self._next = header.next
+            self.last_logits = np.frombuffer(header.logits, np.float32) if header.logits else None
 
     def close(self) -> None:
         """Marks the session closed, and ends the call under way."""
@@ -238,8 +279,15 @@ class Calls:
 
     def _step(self, tokens: list[int], **asked: Any) -> work.Steps[Array]:
         if tokens:
-            self._next = None
-        return (yield from self._steps.run(tokens, self.taps, **asked))
+            self._next = self.last_logits = None
+        rows = yield from self._steps.run(tokens, self.taps, **asked)
+        if asked.get("want") == LOGITS and len(rows):
+            self.last_logits = rows[-1]
+        return rows
+
+    def _header(self) -> Header:
+        logits = b"" if self.last_logits is None else self.last_logits.tobytes()
+        return handover.header_of(self._pipe, self.shape, self.books.tokens, self._next, logits)
 
     def _check(self, rows: int, chunk: int | None = None) -> None:
         self._steps.check(rows, self.taps, chunk)
@@ -251,6 +299,12 @@ class Calls:
         if not self.books.tokens:
             raise InputError("nothing has been fed yet: call prefill first")
 
+    def _require_there(self) -> None:
+        if self.closed:
+            raise InputError("this session is closed: open another")
+        if self.parked is not None:
+            raise InputError("this session is parked: call unpark first")
+
     def _checked(self, tokens: Iterable[int]) -> list[int]:
         self._require_fed()
         return checked_tokens(tokens, self._pipe.cfg.n_vocab, "the list of tokens")
@@ -258,8 +312,7 @@ class Calls:
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
         """The session to oneself, if it is open."""
-        if self.closed:
-            raise InputError("this session is closed: open another")
+        self._require_there()
         if not self._lock.acquire(blocking=False):
             raise InputError("this session is in the middle of another call: use one session a thread or task")
         try:

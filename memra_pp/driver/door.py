@@ -8,9 +8,10 @@ from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from ..admission import Admission, Admit, Defer, Refuse, Request, Ticket, Verdict
-from ..errors import AdmissionError, StageError
+from ..errors import AdmissionError, InputError, StageError, require
 from .locks import OwnedLock
 
+MAX_WAIT_S = 86400.0
 LOCK_S = 60.0
 LOOK_S = 0.5
 """How often one that waits looks after what else has to be done."""
@@ -124,3 +125,10 @@ def _admitted(verdict: Verdict) -> Admit:
         case Refuse():
             advice = f"try again in about {verdict.retry_after_s:.2f} s"
     raise AdmissionError(f"{verdict.message}: {advice}", verdict)
+
+
+def checked_wait(timeout: float | None) -> float:
+    """Seconds to wait for bytes; raises InputError for a bad number of them."""
+    timed = timeout is None or (type(timeout) in (int, float) and 0 <= timeout <= MAX_WAIT_S)
+    require(timed, InputError, "timeout", timeout, f"None, or 0 to {MAX_WAIT_S:.0f} seconds")
+    return timeout or 0.0

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def generate(
     pipe: Pipeline, calls: Calls, max_new_tokens: int, sampling: SamplingParams | None, draft: Draft | None
 ) -> Generation:
-    """Feeds the prompt of a fresh session, then gives out tokens one by one (see `Pipeline.generate`).
+    """Feeds the prompt of a fresh session, then gives out tokens one by one (see `Pipeline.generate`); a session that has
+    generated goes on.
 
     Raises:
         InputError: a bad argument, or `draft.k` is more than the session's `speculate`.
@@ -50,14 +51,19 @@ def generate(
 
 
 def _tokens(pipe: Pipeline, calls: Calls, most: int, sampler: Sampler, draft: Draft | None) -> Generation:
-    """The tokens sampled, as long as there is room for their rows."""
+    """The tokens sampled, as long as there is room for their rows; of a session that has sampled, those behind the last one."""
     books = calls.books
     with nullcontext() if draft is None else pipe.drafter(draft, calls.shape.ctx) as drafter:
-        answer = yield from calls.prefill(False, sampler.want)
-        token = sampler.pick(answer, books.plan.pos)
-        yield token
+        before = calls.sampled() if books.tokens else None
+        if before is None:
+            answer = yield from calls.prefill(False, sampler.want)
+            token = sampler.pick(answer, books.plan.pos)
+            yield token
+        else:
+            token = before
         if draft is not None and drafter is not None:
-            yield from _speculated(pipe, calls, most, sampler, DraftControl(draft.k), drafter, token)
+            left = most - (before is None)
+            yield from _speculated(pipe, calls, left, sampler, DraftControl(draft.k), drafter, token)
         while books.plan.pos < calls.shape.ctx:
             token = (yield from calls.round((), sampler, token)).next
             yield token
@@ -66,8 +72,8 @@ def _tokens(pipe: Pipeline, calls: Calls, most: int, sampler: Sampler, draft: Dr
 def _speculated(
     pipe: Pipeline, calls: Calls, most: int, sampler: Sampler, control: DraftControl, drafter: Drafter, token: int
 ) -> Generation:
-    """The tokens behind `token`, the first one, drafted and judged."""
-    books, made = calls.books, 1
+    """At most `most` tokens behind `token`, drafted and judged."""
+    books, made = calls.books, 0
     while books.plan.pos < calls.shape.ctx:
         started = time.perf_counter()
         k = min(control.next_k(), calls.drafts_possible(), most - made - 1)

@@ -26,7 +26,7 @@ from ..stage.listener import KEY_BYTES, Listener, connect
 from ..stage.spec import StageSpec
 from .chain import Progress
 from .lane_chain import Ends, LaneChain, Recovery
-from .ray_runtime import STOP_S, deferred_signals, private_dir, remove_dir, runtime
+from .launch_ray_runtime import STOP_S, deferred_signals, private_dir, remove_dir, runtime
 
 START_S = 120.0
 LOAD_S = 900.0

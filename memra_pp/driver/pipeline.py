@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import itertools
 import threading
 import weakref
@@ -12,42 +13,37 @@ from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
-from ..admission import MAX_SNAPSHOTS, Admission, Request, SessionShape, checked_recurrent, session_ctx
+from ..admission import Admission, Request, SessionShape
 from ..cache.sizing import Recurrent
-from ..config import KvPlan, ModelConfig
-from ..errors import InputError, checked_int, require
-from ..kernels.cpu import available_bytes
+from ..config import KvPlan
+from ..errors import InputError, checked_int
 from ..models.tokenizer import Tokenizer, load_tokenizer
-from ..stage.frames import MAX_BODY_BYTES, TOPK
+from ..stage.frames import MAX_BODY_BYTES
 from ..stage.spec import StageSpec
 from ..stage.worker import MAX_SESSIONS
 from .batcher import Batcher
 from .calls import Calls
 from .chain import Chain
-from .door import Door
-from .drafters import CallableDrafter, Draft, Drafter, NgramDrafter
+from .door import Door, checked_wait
+from .drafters import Draft, Drafter
+from .drafting import Drafting
 from .many import Ask, Many
-from .model_drafter import ModelDrafter
 from .opener import Opener
 from .sampling import SamplingParams
 from .scheduler import Scheduler
 from .session import Session
+from .session_file import Reader, fingerprint, opened
+from .shapes import asked_shape, checked_tenant, most_drafts
 from .tokens import checked_prompt
 from .trace import chrome_trace
 from .waits import run, run_async
 from .work import Steps
 
 T = TypeVar("T")
-MAX_WAIT_S = 86400.0
-DRAFTERS_PART = 8
-"""A drafting model's sessions may take this part, an eighth, of the memory that is free when it is loaded."""
-
-MAX_TENANT = 256
 MANY = 64
 """Sessions that `generate_many` keeps open."""
-MAX_NEW_TOKENS = 1 << 40
 
 
 class Pipeline:
@@ -73,6 +69,7 @@ class Pipeline:
         self.step_timeout = step_timeout
         self.chain = chain
         self._model = model
+        self._most_drafts = most_drafts(prefill_chunk, self.cfg.n_vocab)
         self._names = [str(spec) for spec in specs]
         self._cut = cut
         self._door = Door(admission)
@@ -82,9 +79,9 @@ class Pipeline:
         self._ids = itertools.count(1)
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._drops: dict[int, weakref.finalize[[int], Session]] = {}
-        self._drafters: dict[Path, Pipeline] = {}
+        self._drafting = Drafting(self.cfg.n_vocab)
         self._counters = dict.fromkeys(("rounds", "drafted", "accepted", "rebuilds"), 0)
-        self._counting, self._loading = threading.Lock(), threading.Lock()
+        self._counting = threading.Lock()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -146,6 +143,58 @@ class Pipeline:
             await self._opener.open_async(request, wait_s)
         return session
 
+    def import_session(
+        self, source: str | PathLike[str] | BinaryIO, *, timeout: float | None = None, tenant: str = ""
+    ) -> Session:
+        """Opens a session where one stands that `Session.export` has written, by any number of stages of this model.
+
+        Args:
+            source: the path of its file, or a file to read.
+            timeout, tenant: as of `open`.
+
+        Raises:
+            InputError: the file is of another model or policy, of a later version, cut or damaged; nothing was allocated.
+            AdmissionError, StageError: as `open`.
+        """
+        with opened(source) as file:
+            reader = Reader(file, self.cfg, self.policy, self.fingerprint, self.max_ctx)
+            checked_int(InputError, "the session's speculate", reader.shape.speculate, 0, self._most_drafts)
+            session, request, wait_s = self._requested(reader.header.tokens, reader.shape, timeout, tenant)
+            with self._kept(session):
+                self._opener.open(request, wait_s)
+            self._fill(session, reader)
+        return session
+
+    def park(self, session: Session) -> None:
+        """See `Session.park`."""
+        held = io.BytesIO()
+        self.run(session.calls.export(held))
+        session.calls.parked = held
+        self._opener.close(session.id)
+
+    def unpark(self, session: Session, timeout: float | None) -> None:
+        """See `Session.unpark`."""
+        held = session.calls.parked
+        if held is None:
+            raise InputError("this session is not parked")
+        reader = Reader(held, self.cfg, self.policy, self.fingerprint, self.max_ctx)
+        with self._kept(session):
+            self._opener.open(session.request, checked_wait(timeout))
+        session.calls.parked = None
+        self._fill(session, reader)
+
+    def _fill(self, session: Session, reader: Reader) -> None:
+        try:
+            self.run(session.calls.adopt(reader))
+        except BaseException:
+            session.close()
+            raise
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """What tells this model from another, in the files of sessions."""
+        return fingerprint(self._model, self.cfg)
+
     def generate(
         self,
         prompt: Iterable[int],
@@ -204,36 +253,13 @@ class Pipeline:
         """How a prompt is to be continued, with this pipeline's defaults."""
         return Ask(self.default_max_new_tokens if max_new_tokens is None else max_new_tokens, sampling, draft)
 
-    @contextlib.contextmanager
-    def drafter(self, draft: Draft, ctx: int) -> Iterator[Drafter]:
+    def drafter(self, draft: Draft, ctx: int) -> contextlib.AbstractContextManager[Drafter]:
         """The drafter of one generation of at most `ctx` rows. A drafting model is loaded once, and stays with the pipeline.
 
         Raises:
             ConfigError: the drafting model cannot be used.
         """
-        if isinstance(draft.by, str) and draft.by == "ngram":
-            yield NgramDrafter()
-        elif isinstance(draft.by, str | PathLike):
-            drafter = ModelDrafter(self._drafting(draft.by), self.cfg.n_vocab, ctx)
-            try:
-                yield drafter
-            finally:
-                drafter.close()
-        elif hasattr(draft.by, "propose"):
-            yield draft.by
-        else:
-            yield CallableDrafter(draft.by)
-
-    def _drafting(self, by: str | PathLike[str]) -> Pipeline:
-        from .launch import launch, model_path
-
-        model = model_path(by)
-        with self._loading:
-            if model not in self._drafters:
-                ModelDrafter.check(ModelConfig.from_path(model), self.cfg.n_vocab)
-                budget = available_bytes() // DRAFTERS_PART
-                self._drafters[model] = launch(model, stages=1, backend="local", mtp=False, budget_bytes=budget)
-            return self._drafters[model]
+        return self._drafting.drafter(draft, ctx)
 
     def run(self, steps: Steps[T]) -> T:
         """Runs a session's call in this thread."""
@@ -318,8 +344,7 @@ class Pipeline:
         for session in list(self._sessions.values()):
             session.abandon()
         self._sessions.clear()
-        for drafting in self._drafters.values():
-            drafting.close()
+        self._drafting.close()
         self.scheduler.close()
         self.chain.close()
 
@@ -371,17 +396,13 @@ class Pipeline:
     ) -> tuple[Session, Request, float]:
         """The session that is asked for, not open yet, its request for bytes, and the seconds it may wait."""
         tokens = checked_prompt(prompt, self.cfg.n_vocab, self.max_ctx)
-        most = min(self.prefill_chunk, MAX_BODY_BYTES // (TOPK.itemsize * self.cfg.n_vocab)) - 1
         new = self.default_max_new_tokens if max_new_tokens is None else max_new_tokens
-        new = checked_int(InputError, "max_new_tokens", new, 0, MAX_NEW_TOKENS)
-        speculate = checked_int(InputError, "speculate", speculate, 0, most)
-        snapshots = checked_int(InputError, "snapshots", snapshots, 0, MAX_SNAPSHOTS)
-        timed = timeout is None or (type(timeout) in (int, float) and 0 <= timeout <= MAX_WAIT_S)
-        require(timed, InputError, "timeout", timeout, f"None, or 0 to {MAX_WAIT_S:.0f} seconds")
-        named = isinstance(tenant, str) and len(tenant) <= MAX_TENANT
-        require(named, InputError, "tenant", tenant, f"a text of at most {MAX_TENANT} characters")
-        ctx = session_ctx(len(tokens), new, speculate, self.max_ctx)
-        shape = SessionShape(ctx, snapshots, checked_recurrent(recurrent), speculate)
-        number = next(self._ids)
-        session = Session(self, number, Calls(self, number, tokens, shape))
-        return session, Request(session.id, shape, tenant), timeout or 0.0
+        shape = asked_shape(len(tokens), self.max_ctx, self._most_drafts, new, speculate, recurrent, snapshots)
+        return self._requested(tokens, shape, timeout, tenant)
+
+    def _requested(
+        self, tokens: list[int], shape: SessionShape, timeout: float | None, tenant: str
+    ) -> tuple[Session, Request, float]:
+        wait_s = checked_wait(timeout)
+        request = Request(next(self._ids), shape, checked_tenant(tenant))
+        return Session(self, request, Calls(self, request.session, tokens, shape)), request, wait_s

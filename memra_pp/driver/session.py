@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from os import PathLike
 from types import TracebackType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
-from ..admission import SessionShape
+from ..admission import Request, SessionShape
 from ..cache import DflashTapSink
 from ..errors import StageError
 from ..models.protocol import Array
 from .calls import Calls, Generation, Round, SessionSnapshot
 from .drafters import Draft
 from .sampling import Sampler, SamplingParams
+from .session_file import whole_or_not_at_all
 from .waits import stream
 from .work import Steps
 
@@ -35,8 +37,8 @@ class Session:
     moves on with them.
     """
 
-    def __init__(self, pipe: Pipeline, session_id: int, calls: Calls) -> None:
-        self.id = session_id
+    def __init__(self, pipe: Pipeline, request: Request, calls: Calls) -> None:
+        self.id, self.request = request.session, request
         self._pipe, self._calls = pipe, calls
 
     @property
@@ -62,6 +64,11 @@ class Session:
     def pos(self) -> int:
         """How many they are."""
         return self._calls.books.plan.pos
+
+    @property
+    def last_logits(self) -> Array | None:
+        """The last row's logits, f32 `[n_vocab]`; None if they were not asked for, or a rollback went behind it."""
+        return self._calls.last_logits
 
     @property
     def drafts_possible(self) -> int:
@@ -157,6 +164,44 @@ class Session:
         """Tokens after the prompt of a fresh session, one by one: see `Pipeline.generate`. `draft.k` may not exceed the
         session's `speculate`."""
         return self._stream(self._calls.generate(max_new_tokens, sampling, draft))
+
+    def export(self, target: str | PathLike[str] | BinaryIO) -> None:
+        """Writes the session to a file, from which `Pipeline.import_session` goes on, bit for bit, by stages cut elsewhere too.
+
+        The session stays open. Its snapshots are not written. A path's file is there once it is whole.
+
+        Args:
+            target: a path, or a file to write.
+
+        Raises:
+            InputError: nothing has been fed yet, or the file cannot be written.
+            StageError: a stage failed.
+        """
+        if isinstance(target, str | PathLike):
+            with whole_or_not_at_all(target) as out:
+                self._run(self._calls.export(out))
+        else:
+            self._run(self._calls.export(target))
+
+    def park(self) -> None:
+        """Sets the session aside in this process's memory, and gives its bytes back on every stage, for others to use.
+
+        Its snapshots end. Every call but `unpark`, `close` and `cancel` is an InputError then. Raises as `export`.
+        """
+        self._pipe.park(self)
+
+    def unpark(self, timeout: float | None = None) -> None:
+        """Takes a parked session up again, where it stood.
+
+        Args:
+            timeout: seconds to wait for bytes that others hold (None: not at all).
+
+        Raises:
+            InputError: it is not parked.
+            AdmissionError: there is no room, or not in time; it stays parked.
+            StageError: a stage failed.
+        """
+        self._pipe.unpark(self, timeout)
 
     def cancel(self) -> None:
         """Ends the call under way, from any thread, and every later one: they raise SessionCancelled. Others do not notice.

@@ -138,6 +138,12 @@ class Steps:
         finally:
             self._withdraw()
 
+    def settle(self) -> work.Steps[None]:
+        """Tells the stages all that is owed, so that they stand where the caller does. Raises as `run`."""
+        self._follow()
+        if self._books.untold:
+            yield from self.run([], None)
+
     def cancel(self) -> None:
         """Ends the call under way, from any thread, and every later one: they raise SessionCancelled."""
         self._cancelled = SessionCancelled(f"{self} was cancelled: close it")
@@ -158,7 +164,8 @@ class Steps:
         note: Note | None = None
         if taps is not None and part:
             note = {"taps": {"layers": [int(il) for il in taps.layer_ids], "rows": len(part), "parts": []}}
-        self._send(books.step(part, **asked), at, note, prefill=prefill, alone=alone)
+        if part or books.untold:
+            self._send(books.step(part, **asked), at, note, prefill=prefill, alone=alone)
 
     def _send(self, step: Step, at: int, note: Note | None, *, prefill: bool, alone: bool) -> None:
         arrays = [np.array(step.rows, np.int32)] if step.rows else []

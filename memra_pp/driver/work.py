@@ -73,6 +73,9 @@ def replies(frame: Frame) -> list[Reply]:
     for i, answers in enumerate(answered):
         note = frame.notes.get(i, NO_NOTE)
         fault = note.get("fault")
+        if "array" in note:
+            out.append(Reply(fault, frame.arrays[note["array"]], note))
+            continue
         parts = note["taps"]["parts"] if "taps" in note and fault is None else ()
         taps = [(frame.arrays[n_answers + array], slots) for array, slots in parts]
         out.append(Reply(fault, frame.arrays[at] if answers else None, note, taps))

@@ -57,6 +57,14 @@ class CpuDev(ArenaDev):
         """What the machine has available."""
         return available_bytes()
 
+    def fetch(self, buf: Buffer) -> U8Array:
+        """A copy."""
+        return np.array(buf)
+
+    def store(self, buf: Buffer, given: U8Array) -> None:
+        """Copies."""
+        buf[:] = given
+
     def export(self, buf: Buffer) -> Buffer:
         """The buffer itself: what was asked for is done."""
         return buf

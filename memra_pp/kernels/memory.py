@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
 from ..cache import Buffer
 from ..cache.sizing import SLAB_ALIGN, round_up
@@ -155,6 +155,14 @@ class ArenaDev(Memory):
     @abstractmethod
     def spare_bytes(self) -> int:
         """Bytes that whoever runs here could still have, whatever this device's budget."""
+
+    @abstractmethod
+    def fetch(self, buf: Buffer) -> NDArray[np.uint8]:
+        """The bytes of a u8 buffer on the host."""
+
+    @abstractmethod
+    def store(self, buf: Buffer, given: NDArray[np.uint8]) -> None:
+        """Writes bytes of the host to a u8 buffer of their number."""
 
     @abstractmethod
     def export(self, buf: Buffer) -> Any:

@@ -33,8 +33,8 @@ MAX_BODY_BYTES = 1 << 29
 MAX_NOTE_LIST = 1 << 12
 ALIGN = 64
 
-OPS = ("step", "open", "close", "reset", "ping", "stats", "stop", "clock", "trace", "spans")
-STEP, OPEN, CLOSE, RESET, PING, STATS, STOP, CLOCK, TRACE, SPANS = range(len(OPS))
+OPS = ("step", "open", "close", "reset", "ping", "stats", "stop", "clock", "trace", "spans", "seat", "read", "write")
+STEP, OPEN, CLOSE, RESET, PING, STATS, STOP, CLOCK, TRACE, SPANS, SEAT, READ, WRITE = range(len(OPS))
 LOGITS, ARGMAX = range(2)
 TOPK = np.dtype([("id", "<i4"), ("logit", "<f4")])
 """What `topk:n` answers: `[rows, n]` of these, best first; equal logits by lower id."""
@@ -64,6 +64,9 @@ class Entry(NamedTuple):
       answers the last `logits` of them as `want` says: 0 their logits, 1 the argmax, 1 + n the n best;
     - `snapshot`, if not 0, is 1 + the slot that the state after the first `snapshot_at` rows goes to, pinned if `pin`;
     - the states after each of the `keep` rows before the last go to the slots behind the user's.
+
+    A seat has a fresh session stand at `base_len`; a read or a write is of the `piece` that its note names, of a session that
+    stands there, and has a frame to itself.
     """
 
     op: int
@@ -111,8 +114,8 @@ class Frame:
     `hops` counts the stages that have applied the frame: all its entries, or what a note says of one. `slowest` is the longest
     that one of them took for it, in microseconds, `MAX_SLOWEST` for whatever is longer.
     `notes[i]` is what entry `i` says beyond its record: `args` of an open and the `bytes` each stage allocated for it, the
-    `answer` to a question, the `taps` of a step, or the `fault` (`[stage, kind, message]`) of an entry that a stage could
-    not apply. Such an entry travels on without rows.
+    `answer` to a question, the `piece` of a read or a write and the `array` in which a read has it, the `taps` of a step, or
+    the `fault` (`[stage, kind, message]`) of an entry that a stage could not apply. Such an entry travels on without rows.
 
     Taps: `taps` holds the tapped `layers`, the `rows`, the last ones, that are tapped, and for every stage that runs some of
     those layers `[array, slots]` in `parts`: which of the frame's arrays, counted from behind its rows or answers, holds

@@ -19,10 +19,10 @@ from ..kernels.backend import Rows
 from ..kernels.devices import open_device
 from ..kernels.memory import ArenaDev
 from ..models.protocol import Array, Segment, StageModel, StepBatch
-from . import frames, taps
+from . import carry, frames, taps
 from .answers import answers
 from .boundary import Boundary
-from .frames import ARGMAX, STEP, Entry, Frame, Note
+from .frames import ARGMAX, READ, STEP, WRITE, Entry, Frame, Note
 from .session import Captures, StageSession
 from .spans import Spans
 from .spec import StageSpec
@@ -159,7 +159,10 @@ class StageWorker:
             start = end
         if slot and rows:
             arrays = [self.boundary.rows(slot, start), *arrays]
-        frame.arrays = self._run(frame, [*steps.values()], arrays, rows) if rows else []
+        if rows:
+            frame.arrays = self._run(frame, [*steps.values()], arrays, rows)
+        elif not frame.entries or frame.entries[0].op not in (READ, WRITE):
+            frame.arrays = []
         if slot:
             self.boundary.done(slot)
         frame.hops += 1
@@ -206,10 +209,15 @@ class StageWorker:
             return None
         if session.broken:
             raise StageError(f"{self.spec}: session {entry.session} broke in the step before: reset it first")
-        if not (has_rows and entry.logits <= entry.rows and (entry.rows or entry.snapshot) and entry.want <= self._most_wanted):
+        if not (
+            has_rows
+            and entry.logits <= entry.rows
+            and (entry.rows or entry.snapshot or entry.restore)
+            and entry.want <= self._most_wanted
+        ):
             raise StageError(
                 f"{self.spec}: a step of {entry.rows} rows (there: {has_rows}), logits={entry.logits}, want={entry.want}: it "
-                f"must have rows or take a snapshot, ask for no more answers than rows, and want at most {self._most_wanted}"
+                f"must do something, ask for no more answers than rows, and want at most {self._most_wanted}"
             )
         tapped = taps.own_layers(self.spec, entry, note) if frame.notes and (note := frame.notes.get(i)) else ()
         captures = session.begin(entry)
@@ -255,8 +263,10 @@ class StageWorker:
                 self._report_bytes(note)
             case frames.RESET:
                 self._reset(entry)
+            case frames.SEAT | frames.READ | frames.WRITE:
+                carry.apply(self.spec, self.device, self.sessions.get(entry.session), entry, note, frame)
             case _:
-                raise StageError(f"{self.spec}: an entry of op {entry.op}: it must be a step, an open, a close or a reset")
+                raise StageError(f"{self.spec}: an entry of op {entry.op}: it is none that rides the chain")
         self._torn = False
 
     def _require_epoch(self, entry: Entry) -> None:

@@ -220,7 +220,7 @@ def test_a_drafting_model_is_loaded_once(pipe: memra_pp.Pipeline, tiny: Path, hy
             for _ in range(3)
         ]
         assert len({tuple(run.result()) for run in runs}) == 1
-    assert len(pipe._drafters) == 1
+    assert len(pipe._drafting._loaded) == 1
     with pytest.raises(memra_pp.errors.ConfigError, match="vocabulary"):
         list(pipe.generate(PROMPT, max_new_tokens=6, draft=memra_pp.Draft(k=2, by=hybrid)))
-    assert len(pipe._drafters) == 1
+    assert len(pipe._drafting._loaded) == 1

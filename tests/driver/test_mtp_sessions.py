@@ -92,4 +92,4 @@ def test_a_model_with_the_block_drafts_for_itself(model: Path) -> None:
         text = list(pipe.generate(TOKENS[:20], max_new_tokens=20, sampling=GREEDY))
         assert list(pipe.generate(TOKENS[:20], max_new_tokens=20, sampling=GREEDY, draft=memra_pp.Draft(k=4, by=model))) == text
         assert pipe.stats()["accepted"] == pipe.stats()["drafted"] > 0
-        assert pipe._drafting(model).cfg.n_layer == pipe.cfg.n_trunk
+        assert pipe._drafting._model(model).cfg.n_layer == pipe.cfg.n_trunk

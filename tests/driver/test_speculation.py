@@ -175,4 +175,4 @@ def test_the_same_model_drafts_nothing_wrong(model: str, k: int, mode: Any) -> N
         stats = pipe.stats()
         assert stats["accepted"] == stats["drafted"] > 0
         assert_empty(pipe)
-        assert all(stage["allocated_bytes"] == 0 for stage in pipe._drafting(DATA / model).stats()["stages"])
+        assert all(stage["allocated_bytes"] == 0 for stage in pipe._drafting._model(DATA / model).stats()["stages"])

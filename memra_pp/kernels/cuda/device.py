@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...cache import Buffer
 from ..memory import ArenaDev
@@ -46,6 +47,14 @@ class CudaDev(ArenaDev):
     def spare_bytes(self) -> int:
         """What the GPU has free."""
         return self.gpu.free_bytes()
+
+    def fetch(self, buf: Buffer) -> NDArray[np.uint8]:
+        """The bytes of a buffer, once all before is done."""
+        return self.gpu.download(buf)
+
+    def store(self, buf: Buffer, given: NDArray[np.uint8]) -> None:
+        """Writes bytes to a buffer."""
+        self.gpu.copy(buf, self.gpu.upload(given))
 
     def export(self, buf: Buffer) -> Any:
         """See `Gpu.export`."""

@@ -1,0 +1,387 @@
+"""A session that is exported goes on bit for bit, by stages cut elsewhere; what is not its file is refused at no cost."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from fragile import chain, fragile
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ringed import launch_tiny, some_tokens
+from standing import assert_books_agree, assert_empty, assert_stands
+from test_recovery import at_every_frame
+
+import memra_pp
+from memra_pp import aio
+from memra_pp.driver import handover, session_file
+from memra_pp.errors import AdmissionError, CacheError, InputError, StageError
+
+__all__ = ["fragile"]
+
+MODELS = ["hybrid", "gemma3_tiny", "ringed"]
+GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())
+TOKENS = some_tokens(200)
+PROMPT = TOKENS[:50]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def pipes(model: str, *stages: int) -> Iterator[memra_pp.Pipeline]:
+    for n in stages:
+        with launch_tiny(model, stages=n, prefill_chunk=16) as pipe:
+            yield pipe
+            assert_empty(pipe, rebuilds=0)
+
+
+@pytest.fixture
+def pipe(model: str) -> Iterator[memra_pp.Pipeline]:
+    yield from pipes(model, 2)
+
+
+def exported(session: memra_pp.Session) -> io.BytesIO:
+    file = io.BytesIO()
+    session.export(file)
+    file.seek(0)
+    return file
+
+
+def test_a_text_goes_on_by_one_three_and_six_stages(model: str, pipe: memra_pp.Pipeline) -> None:
+    text = list(pipe.generate(PROMPT, max_new_tokens=40, sampling=GREEDY))
+    with pipe.open(PROMPT, max_new_tokens=40, speculate=3) as session:
+        made = list(session.generate(15, GREEDY))
+        file = exported(session)
+        assert made + list(session.generate(25, GREEDY)) == text  # the one exported goes on as well
+    for other in pipes(model, 1, 3, 6):
+        for draft in (None, memra_pp.Draft(k=3)):
+            file.seek(0)
+            with other.import_session(file) as session:
+                assert session.tokens == [*PROMPT, *made[:-1]]
+                assert_books_agree(session)
+                assert made + list(session.generate(25, GREEDY, draft)) == text
+
+
+@pytest.mark.parametrize("mode", ["replay", "states"])
+def test_what_is_owed_is_told_first(model: str, pipe: memra_pp.Pipeline, mode: Any) -> None:
+    """A rollback, a replay, a kept state, snapshots that the stages have not been told of: then every byte is as if fed."""
+    wants = []
+    for other in pipes(model, 3):
+        with pipe.open(PROMPT, max_new_tokens=60, speculate=4, snapshots=3, recurrent=mode) as session:
+            session.prefill()
+            snap = session.snapshot()
+            session.verify(TOKENS[50:54])
+            for accept in (2, 0):
+                session.rollback(snap, accept)
+                session.snapshot().close()
+                file, fed = exported(session), TOKENS[: 50 + accept]
+                with other.import_session(file) as copy:
+                    assert copy.shape == session.shape
+                    assert_stands(copy, fed)
+                    row = copy.decode(7)
+                    assert_stands(copy, [*fed, 7], row[None])
+                wants.append((row, fed))
+            session.rollback(snap, 0)  # it is as it was: snapshots lead where they led
+            assert_stands(session, [*PROMPT, 7], session.decode(7)[None])
+        np.testing.assert_array_equal(row, wants[-1][0])
+
+
+def test_the_last_row_and_a_pending_token_are_carried(pipe: memra_pp.Pipeline) -> None:
+    with pipe.open(PROMPT, max_new_tokens=20) as session:
+        row = session.prefill()
+        assert session.last_logits is not None and (session.last_logits == row).all()
+        with pipe.import_session(exported(session)) as copy:
+            assert copy.last_logits is not None and (copy.last_logits == row).all()
+            with pytest.raises(InputError, match="nothing was sampled"):
+                next(iter(copy.generate(3, GREEDY)))
+        done = session.round((), GREEDY, next=int(row.argmax()))
+        assert session.last_logits is None
+        with pipe.import_session(exported(session)) as copy:
+            assert copy.round((), GREEDY).next == session.round((), GREEDY).next and done.next == copy.tokens[-1]
+
+
+@pytest.mark.parametrize("size", [1, 1000, 4096])
+def test_parts_go_in_pieces(model: str, pipe: memra_pp.Pipeline, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pipe.open(PROMPT[:5], max_new_tokens=3) as session:
+        session.prefill()
+        whole = exported(session).getvalue()
+        if size == 1 and len(whole) > 20_000:
+            size = 333
+        monkeypatch.setattr(handover, "MAX_PIECE", size)
+        file = exported(session)
+        assert file.getvalue() == whole
+        with pipe.import_session(file) as copy:
+            assert_stands(copy, PROMPT[:5])
+
+
+def test_long_rings_are_carried_by_their_view(pipe: memra_pp.Pipeline) -> None:
+    """Past a ring's end, so that it was moved; what has left the view is not in the file."""
+    tokens = some_tokens(5000)
+    with launch_tiny("ringed", stages=2) as pipe:
+        with pipe.open(tokens, max_new_tokens=4400, snapshots=2) as session:
+            session.prefill()
+            with pipe.import_session(exported(session)) as copy:
+                assert_books_agree(copy)
+                early = copy.snapshot()
+                assert_stands(copy, [*tokens, 1], copy.decode(1)[None])
+                more = some_tokens(4050)
+                copy.extend(more)
+                copy.rollback(early, 1)
+                assert_stands(copy, [*tokens, 1, 2], copy.decode(2)[None])
+        assert_empty(pipe)
+
+
+def test_a_stage_lost_at_any_piece(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handover, "MAX_PIECE", 1 << 20)
+    with launch_tiny(model, stages=3, prefill_chunk=16) as pipe:
+
+        def there_and_back() -> list[Any]:
+            with pipe.open(PROMPT[:9], max_new_tokens=9) as session:
+                made = [session.prefill().tolist()]
+                file = exported(session)
+                with pipe.import_session(file) as copy:
+                    made.append(copy.decode(5).tolist())
+                session.park()
+                session.unpark()
+                made.append(session.decode(5).tolist())
+            return made
+
+        at_every_frame(pipe, there_and_back, least=20)
+        assert_empty(pipe, rebuilds=None)
+
+
+def test_a_parked_session_holds_no_bytes_and_another_fits(model: str) -> None:
+    with launch_tiny(model, stages=2) as pipe:
+        with pipe.open(PROMPT, max_new_tokens=30, snapshots=1) as session:
+            row, snap = session.prefill(), session.snapshot()
+            session.park()
+            assert_empty(pipe)
+            for call in (lambda: session.decode(1), session.snapshot, lambda: list(session.generate(3)), session.park):
+                with pytest.raises(InputError, match="parked"):
+                    call()
+            with pipe.open(PROMPT, max_new_tokens=30) as other:
+                other.prefill()
+            session.unpark()
+            with pytest.raises(InputError, match="not parked"):
+                session.unpark()
+            with pytest.raises(CacheError, match="has ended"):
+                session.rollback(snap, 0)
+            assert session.last_logits is not None and (session.last_logits == row).all()
+            assert_stands(session, [*PROMPT, 3], session.decode(3)[None])
+            assert session.snapshot().pos == len(PROMPT) + 1
+        assert_empty(pipe)
+
+
+def test_unparking_waits_for_bytes_and_stays_parked_when_there_are_none(tmp_path: Path) -> None:
+    data = Path(__file__).parents[1] / "data" / "hybrid"
+    with memra_pp.launch(data, stages=2, backend="local", budget_bytes=300_000) as pipe:
+        session = pipe.open(PROMPT, max_new_tokens=80)
+        session.prefill()
+        session.park()
+        others = []
+        with pytest.raises(AdmissionError):
+            while True:
+                others.append(pipe.open(PROMPT, max_new_tokens=80))
+        for timeout in (None, 0.01):
+            with pytest.raises(AdmissionError, match="short"):
+                session.unpark(timeout)
+        threading.Timer(0.2, others.pop().close).start()
+        session.unpark(60)
+        assert_stands_in_text(pipe, session)
+        for other in others:
+            other.close()
+        session.park()
+        session.close()
+        assert_empty(pipe)
+
+
+def assert_stands_in_text(pipe: memra_pp.Pipeline, session: memra_pp.Session) -> None:
+    row = session.decode(9)
+    session.park()
+    with pipe.open([*PROMPT, 9], max_new_tokens=8) as other:
+        np.testing.assert_array_equal(other.prefill(), row)
+    session.unpark()
+
+
+def test_a_parked_session_that_nobody_keeps_is_no_ones(pipe: memra_pp.Pipeline) -> None:
+    session = pipe.open(PROMPT, max_new_tokens=3)
+    session.prefill()
+    session.park()
+    del session
+    list(pipe.generate([1], max_new_tokens=1))
+
+
+def test_files_that_can_be_read_and_written_once_only(pipe: memra_pp.Pipeline) -> None:
+    with pipe.open(PROMPT[:3], max_new_tokens=3) as session:
+        session.prefill()
+        ours, theirs = os.pipe()
+        with os.fdopen(theirs, "wb") as out, os.fdopen(ours, "rb") as file:
+            reading = threading.Thread(target=lambda: copies.append(pipe.import_session(file)))
+            copies: list[memra_pp.Session] = []
+            reading.start()
+            session.export(out)
+            out.close()
+            reading.join(60)
+        with copies[0] as copy:
+            assert_stands(copy, PROMPT[:3])
+
+
+def test_a_path_has_the_whole_file_or_none(pipe: memra_pp.Pipeline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a session.mpp"
+    with pipe.open(PROMPT, max_new_tokens=9) as session:
+        with pytest.raises(InputError, match="nothing has been fed"):
+            session.export(path)
+        session.prefill()
+        session.export(path)
+        first = path.read_bytes()
+
+        def full(fd: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session_file.os, "fsync", full)
+            session.decode(1)
+            with pytest.raises(InputError, match=r"cannot be written .*No space left"):
+                session.export(path)
+        with pytest.raises(InputError, match="cannot be written"):
+            session.export(tmp_path / "no folder" / "x")
+        assert path.read_bytes() == first and list(tmp_path.iterdir()) == [path]
+        assert_stands(session, [*PROMPT, 1, 2], session.decode(2)[None])
+        session.export(path)
+        with pipe.import_session(path) as copy:
+            assert_stands(copy, [*PROMPT, 1, 2])
+
+
+def refused(pipe: memra_pp.Pipeline, data: bytes, match: str = ".") -> None:
+    """In one line, before anything is allocated."""
+    frames = len(chain(pipe).log)
+    with pytest.raises(InputError, match=match) as error:
+        pipe.import_session(io.BytesIO(data))
+    assert "\n" not in str(error.value) and len(chain(pipe).log) == frames and pipe.stats()["sessions"] == 0
+
+
+@pytest.fixture(scope="module")
+def file(model: str) -> bytes:
+    with launch_tiny(model, stages=2) as pipe, pipe.open(PROMPT, max_new_tokens=9) as session:
+        session.prefill(want="argmax")
+        return exported(session).getvalue()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_flipped_bit_is_refused(pipe: memra_pp.Pipeline, file: bytes, at: float, bit: int) -> None:
+    bad = bytearray(file)
+    bad[int(at * len(file))] ^= 1 << bit
+    refused(pipe, bytes(bad))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(at=st.floats(0, 1, exclude_max=True))
+def test_a_cut_file_is_refused(pipe: memra_pp.Pipeline, file: bytes, at: float) -> None:
+    refused(pipe, file[: int(at * len(file))], "cut|ends")
+
+
+def test_what_is_not_this_models_is_refused(pipe: memra_pp.Pipeline, file: bytes, model: str) -> None:
+    refused(pipe, file + b"\0", "cut or added to")
+    refused(pipe, b"GGUF" + bytes(100), "no file of a session")
+    refused(pipe, file[:8] + struct.pack("<I", 2) + file[12:], "version 2, and 1 is read here")
+    refused(pipe, file[:12] + struct.pack("<I", 2**32 - 1) + file[16:], "header's bytes=4294967295")
+    for other in set(MODELS) - {model}:
+        with launch_tiny(other, stages=1) as theirs:
+            refused(theirs, file)
+    with pytest.raises(InputError, match="cannot be read"):
+        pipe.import_session("/no/such/file")
+
+
+def with_header(file: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
+    """The file with another header, whose checksum is right."""
+    size = struct.unpack_from("<I", file, 12)[0]
+    header = msgpack.unpackb(file[16 : 16 + size])
+    change(header)
+    packed = msgpack.packb(header)
+    return file[:12] + struct.pack("<I", len(packed)) + packed + session_file._sum(packed) + file[16 + size + 16 :]
+
+
+BAD_HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "another model": lambda h: h.update(model="0" * 32),
+    "another policy": lambda h: h["policy"].update(k="f32", ring="step"),
+    "no policy": lambda h: h.update(policy=None),
+    "no tokens": lambda h: h.update(tokens=[]),
+    "more tokens": lambda h: h["tokens"].append(1),
+    "tokens that are none": lambda h: h.update(tokens=[2**40] * 50),
+    "texts for tokens": lambda h: h.update(tokens=["1"] * 50),
+    "too many tokens": lambda h: h.update(tokens=[1] * 30_000),
+    "a shape that is none": lambda h: h.update(shape=7),
+    "a huge shape": lambda h: h["shape"].update(ctx=2**40),
+    "a shape too small": lambda h: h["shape"].update(ctx=49),
+    "a bad mode": lambda h: h["shape"].update(recurrent="often"),
+    "too many snapshots": lambda h: h["shape"].update(snapshots=1000),
+    "bad logits": lambda h: h.update(logits=b"abc"),
+    "a bad next": lambda h: h.update(next=-1),
+    "a field more": lambda h: h.update(extra=1),
+    "a field less": lambda h: h.pop("next"),
+}
+
+
+@pytest.mark.parametrize("change", BAD_HEADERS.values(), ids=list(BAD_HEADERS))
+def test_a_header_that_lies_is_refused(pipe: memra_pp.Pipeline, file: bytes, change: Callable[[dict[str, Any]], Any]) -> None:
+    refused(pipe, with_header(file, change))
+
+
+def test_a_header_that_says_nothing_is_refused(pipe: memra_pp.Pipeline, file: bytes) -> None:
+    for packed in (b"\x80", b"\xc0", b"\x93\x01\x02\x03", b"\xff", b"\xdd\xff\xff\xff\xff", b""):
+        bad = file[:12] + struct.pack("<I", len(packed)) + packed + session_file._sum(packed) + bytes(1000)
+        refused(pipe, bad)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "gemma3_tiny"])
+def test_a_session_that_there_is_no_room_for_is_refused_by_admission(name: str) -> None:
+    data = Path(__file__).parents[1] / "data" / name
+    with memra_pp.launch(data, stages=2, backend="local") as pipe, pipe.open(PROMPT, max_new_tokens=9) as session:
+        session.prefill()
+        file = exported(session)
+    with memra_pp.launch(data, stages=1, backend="local", budget_bytes=1000) as pipe:
+        with pytest.raises(AdmissionError):
+            pipe.import_session(file)
+        assert_empty(pipe)
+
+
+def test_a_stage_that_cannot_fill_a_session_ends_it(
+    pipe: memra_pp.Pipeline, file: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(chain(pipe)._workers[1].device, "store", lambda *args: 1 // 0)
+        with pytest.raises(StageError, match="could not be handed over: stage 1"):
+            pipe.import_session(io.BytesIO(file))
+    assert_empty(pipe)
+
+
+def test_tasks_hand_over_too(tmp_path: Path) -> None:
+    import asyncio
+
+    data = Path(__file__).parents[1] / "data" / "hybrid"
+
+    async def there_and_back() -> None:
+        async with aio.launch(data, stages=2, backend="local", max_ctx=200) as pipe:
+            async with pipe.open(PROMPT, max_new_tokens=9) as session:
+                await session.prefill()
+                await session.export(tmp_path / "s")
+                await session.park()
+                await session.unpark()
+                row = await session.decode(4)
+            async with pipe.import_session(tmp_path / "s") as copy:
+                assert (await copy.decode(4) == row).all()
+            assert (await pipe.stats())["rebuilds"] == 0
+
+    asyncio.run(there_and_back())

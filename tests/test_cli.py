@@ -227,3 +227,21 @@ def test_an_output_that_takes_no_more_is_one_line(gemma: Path) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1].startswith("memra-pp: error: ")
+
+
+def test_a_text_is_exported_and_goes_on_with_other_stages(gemma: Path, tmp_path: Path) -> None:
+    prompt, file = "The capital of France is", str(tmp_path / "s.mpp")
+    whole = run("run", str(gemma), "--prompt", prompt, "--max-new", "12", "--backend", "local", "--json")
+    begun = run("export", str(gemma), "--prompt", prompt, "--max-new", "5", "--stages", "2", "--backend", "local", "--json",
+                "--out", file)  # fmt: skip
+    ended = run("import", file, str(gemma), "--max-new", "7", "--stages", "3", "--json")
+    texts = [json.loads(done.stdout) for done in (whole, begun, ended)]
+    assert texts[0]["tokens"] == texts[1]["tokens"] + texts[2]["tokens"]
+    assert texts[0]["text"] == texts[1]["text"] + texts[2]["text"]
+    assert texts[1]["bytes"] == Path(file).stat().st_size and texts[2]["rows"] == texts[1]["rows"] + 7
+
+
+def test_export_and_import_refuse_in_one_line(gemma: Path, tiny: Path, tmp_path: Path) -> None:
+    assert "--out" in error_of("export", str(gemma), "--prompt", "x", "--out", str(tmp_path / "no folder" / "x"))
+    assert "no file of a session" in error_of("import", str(tiny / "config.json"), str(gemma), "--backend", "local")
+    assert "cannot be read" in error_of("import", str(tmp_path / "none"), str(gemma), "--backend", "local")

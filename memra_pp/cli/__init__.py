@@ -18,6 +18,8 @@ from .options import count, cuts, positive, size, sizes, weights
 
 __all__ = ["demo_weights", "main"]
 
+MODEL_HELP = "a GGUF file or a model directory (default: the demo weights)"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `memra-pp` command; its exit code: 0, 1 for an error said in one line, 2 for bad usage, 130 after Ctrl-C."""
@@ -56,27 +58,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="memra-pp", description="The pipeline-parallel cache runtime.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="continue a text, and report on every stage")
-    run.add_argument("model", nargs="?", help="a GGUF file or a model directory (default: the demo weights)")
+    run.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     run.add_argument("--prompt", required=True, help="the text to continue")
-    run.add_argument("--stages", type=int, help="pipeline stages, cut evenly (default: 1, or MEMRA_PP_STAGES)")
-    run.add_argument("--cuts", type=cuts, help="first layer of every stage after the first, such as 6,12")
-    run.add_argument(
-        "--balance",
-        default="even",
-        choices=("even", "bytes", "time", "time:decode", "time:prefill"),
-        help="cut evenly, where most sessions fit, or where measured decode (time for short) or prefill is fastest",
-    )
-    run.add_argument("--backend", default="ray", choices=("ray", "local"), help="Ray actors, or all in this process")
-    run.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="what stages run on (default: auto)")
-    run.add_argument("--max-new", type=count, default=64, help="most tokens to generate (default: 64)")
-    run.add_argument("--max-ctx", type=int, help="longest context in tokens (default: the model's)")
-    run.add_argument("--threads", type=int, help="kernel threads a stage (default: the cores shared out)")
-    _add_formats(run)
+    _add_launch(run)
     run.add_argument("--speculate", type=count, default=0, metavar="K", help="most drafts a round (default: 0, none)")
     run.add_argument("--drafter", help="ngram, or the model that drafts: a GGUF file or a directory (default: ngram)")
     run.add_argument("--trace", metavar="FILE", help="write what every stage did when, for chrome://tracing or Perfetto")
-    run.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
     run.set_defaults(run=_run)
+
+    export = commands.add_parser("export", help="continue a text, and write the session to a file that import goes on from")
+    export.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    export.add_argument("--prompt", required=True, help="the text to continue")
+    export.add_argument("--out", required=True, metavar="FILE", help="the file to write")
+    export.add_argument("--room", type=count, default=256, metavar="N", help="tokens that may follow later (default: 256)")
+    _add_launch(export)
+    export.set_defaults(run=_export)
+
+    imported = commands.add_parser("import", help="continue the text of an exported session, with stages cut anywhere")
+    imported.add_argument("file", metavar="FILE", help="what export has written")
+    imported.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    _add_launch(imported)
+    imported.set_defaults(run=_import)
 
     plan = commands.add_parser("plan", help="say how many sessions fit on given devices, what limits them and what helps")
     plan.add_argument("model", metavar="MODEL", help="a config.json, a model directory or a GGUF file; no weights are loaded")
@@ -108,6 +110,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--stages", type=int, help="pipeline stages, cut evenly (default: 1, or MEMRA_PP_STAGES)")
+    parser.add_argument("--cuts", type=cuts, help="first layer of every stage after the first, such as 6,12")
+    parser.add_argument(
+        "--balance",
+        default="even",
+        choices=("even", "bytes", "time", "time:decode", "time:prefill"),
+        help="cut evenly, where most sessions fit, or where measured decode (time for short) or prefill is fastest",
+    )
+    parser.add_argument("--backend", default="ray", choices=("ray", "local"), help="Ray actors, or all in this process")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="what stages run on (default: auto)")
+    parser.add_argument("--max-new", type=count, default=64, help="most tokens to generate (default: 64)")
+    parser.add_argument("--max-ctx", type=int, help="longest context in tokens (default: the model's)")
+    parser.add_argument("--threads", type=int, help="kernel threads a stage (default: the cores shared out)")
+    _add_formats(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
+
+
 def _add_formats(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-k", choices=K_CHOICES, help="K format (default: MEMRA_KV_K or q8_0)")
     parser.add_argument("--kv-v", choices=V_CHOICES, help="V format (default: MEMRA_KV_V or q5_1)")
@@ -118,6 +138,18 @@ def _run(args: argparse.Namespace) -> None:
     from .run import run
 
     run(args)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from .handover import export
+
+    export(args)
+
+
+def _import(args: argparse.Namespace) -> None:
+    from .handover import import_
+
+    import_(args)
 
 
 def _plan(args: argparse.Namespace) -> None:

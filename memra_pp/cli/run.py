@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,28 +32,11 @@ BAR_WIDTH = 24
 def run(args: argparse.Namespace) -> None:
     """Continues a text, and reports on every stage."""
     if args.trace is not None:
-        _require_writable(Path(args.trace))
+        require_writable(Path(args.trace), "--trace")
     model = demo_weights() if args.model is None else Path(args.model)
-    formats = policy(args)
-    ids, tokenizer = _encoded(model, args)
+    ids, tokenizer = encoded(model, args)
     draft = _draft(args, model)
-    started = time.perf_counter()
-    steps = None if args.json else _Progress()
-    with launch(
-        model,
-        stages=args.stages,
-        cuts=args.cuts,
-        balance=args.balance,
-        devices=args.device,
-        backend=args.backend,
-        policy=formats,
-        max_ctx=args.max_ctx,
-        threads=args.threads,
-        progress=steps,
-    ) as pipe:
-        loaded = time.perf_counter() - started
-        if steps is not None:
-            steps.done(loaded)
+    with launched(model, args) as (pipe, loaded):
         report, trace = _generate(pipe, tokenizer, ids, draft, args)
     report["load_s"] = loaded
     if trace is not None:
@@ -61,6 +46,29 @@ def run(args: argparse.Namespace) -> None:
         print(json.dumps(report))
     else:
         print(_table(report))
+
+
+@contextlib.contextmanager
+def launched(model: Path, args: argparse.Namespace) -> Iterator[tuple[Pipeline, float]]:
+    """The pipeline that the options ask for, with a bar while it comes up, and the seconds that took."""
+    started = time.perf_counter()
+    steps = None if args.json else _Progress()
+    with launch(
+        model,
+        stages=args.stages,
+        cuts=args.cuts,
+        balance=args.balance,
+        devices=args.device,
+        backend=args.backend,
+        policy=policy(args),
+        max_ctx=args.max_ctx,
+        threads=args.threads,
+        progress=steps,
+    ) as pipe:
+        loaded = time.perf_counter() - started
+        if steps is not None:
+            steps.done(loaded)
+        yield pipe, loaded
 
 
 def _generate(
@@ -80,12 +88,12 @@ def _generate(
             for token in session.generate(args.max_new, greedy, draft):
                 times.append(time.perf_counter())
                 tokens.append(token)
-                text += _emit(stream.push(token), args.json)
-            text += _emit(stream.flush(), args.json)
+                text += emit(stream.push(token), args.json)
+            text += emit(stream.flush(), args.json)
             stats = pipe.stats()
             trace = None if args.trace is None else pipe.trace()
     finally:
-        _emit("\n", args.json)
+        emit("\n", args.json)
     report = {
         "text": text,
         "prompt_tokens": len(ids),
@@ -100,7 +108,8 @@ def _generate(
     return report, trace
 
 
-def _emit(piece: str, quiet: bool) -> str:
+def emit(piece: str, quiet: bool) -> str:
+    """Prints a piece of a text, unless it is to be quiet; the piece."""
     if not quiet:
         print(piece, end="", flush=True)
     return piece
@@ -169,7 +178,7 @@ class _Progress:
             print("\r" + " " * 72 + "\r", end="", file=sys.stderr, flush=True)
 
 
-def _encoded(model: Path, args: argparse.Namespace) -> tuple[list[int], Tokenizer]:
+def encoded(model: Path, args: argparse.Namespace) -> tuple[list[int], Tokenizer]:
     """The prompt's ids. It, the model and the cuts are checked before anything is started."""
     if not args.prompt:
         raise InputError("the prompt is empty: give --prompt some text")
@@ -180,14 +189,14 @@ def _encoded(model: Path, args: argparse.Namespace) -> tuple[list[int], Tokenize
     return checked_prompt(ids, cfg.n_vocab, cfg.max_ctx if args.max_ctx is None else args.max_ctx), tokenizer
 
 
-def _require_writable(path: Path) -> None:
+def require_writable(path: Path, option: str) -> None:
     """Whether a file can be written there, before minutes are spent on what is to go into it. None is left behind."""
     there = path.exists()
     try:
         with path.open("a"):
             pass
     except OSError as error:
-        raise InputError(f"--trace {path} cannot be written ({error.strerror}): name a file that can") from error
+        raise InputError(f"{option} {path} cannot be written ({error.strerror}): name a file that can") from error
     if not there:
         path.unlink()
 

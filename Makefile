@@ -5,8 +5,11 @@ BIN := $(VENV)/bin
 PROMPT ?= Once upon a time, in a small village by the sea,
 STAGES ?= 2
 BENCH ?=
+SECONDS_EACH ?= 600
+KILLS ?= 94
+SOAK_S ?= 3600
 
-.PHONY: run test lint bench lock clean
+.PHONY: run test lint bench fuzz chaos soak lock clean
 
 run: $(VENV)/.demo
 	$(BIN)/memra-pp run --stages $(STAGES) --prompt "$(PROMPT)"
@@ -22,9 +25,19 @@ lint: $(VENV)/.test
 bench: $(VENV)/.bench
 	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(BENCH) || exit 1; done
 
+# Each reader of bytes from outside, one after the other.
+fuzz: $(VENV)/.fuzz
+	for target in $$($(BIN)/python -c "from fuzz.targets import TARGETS; print(*TARGETS)"); do \
+		echo "$$target" && $(BIN)/python -m fuzz.run $$target $(SECONDS_EACH) || exit 1; done
+
+# Stages that are killed and stopped while sessions stream: of a tiny model, and of the real one.
+chaos: $(VENV)/.test
+	$(BIN)/python cluster/chaos.py --model tests/data/hybrid --stages 3 --kills $(KILLS) --seed 1
+	$(BIN)/python cluster/chaos.py --stages 2 --kills 6 --seed 2
+
 lock:
 	$(PYTHON) -m pip install --quiet uv
-	uv pip compile --quiet --universal --python-version 3.11 --extra test --extra bench --output-file requirements.lock pyproject.toml
+	uv pip compile --quiet --universal --python-version 3.11 --extra test --extra bench --extra fuzz --output-file requirements.lock pyproject.toml
 
 clean:
 	rm -rf $(VENV)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import memra_pp
+from memra_pp.cli import demo_weights
 
 MARK = "MEMRA_CHAOS_MARK"
 GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())
@@ -270,13 +271,14 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=Path, help="(default: the demo weights)")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--kills", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sessions", type=int, default=8)
     args = parser.parse_args()
-    run(args.model, args.stages, args.kills, args.seed, args.sessions, say=lambda line: print(line, flush=True))
+    model = args.model or demo_weights()
+    run(model, args.stages, args.kills, args.seed, args.sessions, say=lambda line: print(line, flush=True))
 
 
 if __name__ == "__main__":

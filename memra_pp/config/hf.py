@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -82,10 +83,11 @@ def _load(path: Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path}: not a file; give a config.json or a directory with one")
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(min(size, MAX_BYTES))  # room is made for all that is asked for
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read ({e.strerror}); give a config.json or a directory with one") from e
-    if len(data) > MAX_BYTES:
+    if size > MAX_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_BYTES} bytes, so not a model's config.json")
     try:
         raw = json.loads(data)

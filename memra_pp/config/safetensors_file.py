@@ -158,6 +158,7 @@ def _read(file: Path, n: int) -> tuple[bytes, int]:
     """The first `n` bytes (or what is there) and the file's size."""
     try:
         with file.open("rb") as f:
-            return f.read(n), os.fstat(f.fileno()).st_size
+            size = os.fstat(f.fileno()).st_size
+            return f.read(min(n, size)), size  # room is made for all that is asked for
     except OSError as e:
         raise ConfigError(f"{file}: cannot be read ({e.strerror}); give a checkpoint's file or directory") from e

@@ -157,7 +157,7 @@ class Reader:
             raise InputError(f"the file is damaged: the checksum of its {name} is another; export the session again")
 
     def _exactly(self, size: int, name: str) -> bytes:
-        data = self._file.read(size)
+        data = self._file.read(size) if size <= self._size - self._file.tell() else b""
         if len(data) != size:
             raise InputError(f"the file ends in the middle of its {name}: it was cut")
         return data

@@ -25,6 +25,10 @@ lint: $(VENV)/.test
 bench: $(VENV)/.bench
 	for bench in benchmarks/bench_*.py; do $(BIN)/python $$bench $(BENCH) || exit 1; done
 
+# An hour of sessions that come and go in every way.
+soak: $(VENV)/.bench
+	$(BIN)/python benchmarks/bench_soak.py --seconds $(SOAK_S)
+
 # Each reader of bytes from outside, one after the other.
 fuzz: $(VENV)/.fuzz
 	for target in $$($(BIN)/python -c "from fuzz.targets import TARGETS; print(*TARGETS)"); do \

@@ -7,6 +7,7 @@ import logging
 import random
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,7 +68,7 @@ class Findings:
     """What became of the sessions: how many ended how, gaps between tokens without drafts in seconds, and what went wrong."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    gaps: list[float] = field(default_factory=list)
+    gaps: array[float] = field(default_factory=lambda: array("f"))
     wrong: list[str] = field(default_factory=list)
     tokens: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -126,7 +127,7 @@ class Life:
             self._found.ends[ended] += 1
             self._found.tokens += len(got)
             if self.text.options["draft"] is None:
-                self._found.gaps += self._gaps
+                self._found.gaps.extend(self._gaps)
             if got != (expected if ended == "whole" else expected[: len(got)]):
                 self._found.wrong.append(f"{ended}: {got} is not {expected}")
             if error is not None and not self._allows(error):

@@ -140,10 +140,15 @@ def resident_mb(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE / 1e6
 
 
-def sizes(pipe: memra_pp.Pipeline) -> dict[str, float]:
-    """The resident megabytes of the driver and of every stage that has a process of its own."""
+def open_files(pid: int) -> int:
+    """How many descriptors a process has open."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
+
+
+def sizes(pipe: memra_pp.Pipeline) -> dict[str, tuple[float, int]]:
+    """The resident megabytes and the open files of the driver, and of every stage that has a process of its own."""
     pids = {f"stage {stage['stage']}": stage["pid"] for stage in pipe.stats()["stages"] if stage["pid"] != os.getpid()}
-    return {name: resident_mb(pid) for name, pid in {"driver": os.getpid(), **pids}.items()}
+    return {name: (resident_mb(pid), open_files(pid)) for name, pid in {"driver": os.getpid(), **pids}.items()}
 
 
 async def soak(report: Report, pipe: memra_pp.Pipeline, args: argparse.Namespace) -> None:
@@ -170,8 +175,13 @@ async def soak(report: Report, pipe: memra_pp.Pipeline, args: argparse.Namespace
     report.add("tokens", found.tokens / args.seconds, "tok/s")
     p50, p99 = (1e3 * float(np.percentile(found.gaps, percent)) for percent in (50, 99))
     report.add("gap between tokens, p99", p99, "ms", peer="p50", peer_value=p50)
-    for name, size in end.items():
-        report.add(f"resident: {name}", size, "MB", peer="after the first run", peer_value=start[name], at_most=GROWTH)
+    first, *_, last = np.array_split(np.array(found.gaps), 4)
+    halves = 1e3 * float(np.median(last)), 1e3 * float(np.median(first))
+    report.add("gap, p50 of the last quarter", halves[0], "ms", peer="of the first", peer_value=halves[1])
+    for name, (size, files) in end.items():
+        resident, opened = start[name]
+        report.add(f"resident: {name}", size, "MB", peer="after the first run", peer_value=resident, at_most=GROWTH)
+        report.add(f"open files: {name}", files, "", peer="after the first run", peer_value=opened)
     stats = pipe.stats()
     report.add("rebuilds", stats["rebuilds"], "", at_most=0)
     report.add("sessions open", stats["sessions"], "", at_most=0)

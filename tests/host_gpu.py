@@ -15,6 +15,10 @@ ALIGNED = 256
 GARBAGE = 0xCD
 
 
+class DeviceGone(Exception):
+    """What a poisoned device answers to everything."""
+
+
 class HostGpu(Gpu):
     """Fresh arrays hold garbage."""
 
@@ -63,6 +67,9 @@ class HostGpu(Gpu):
 
     def export(self, array: DeviceArray) -> Any:
         return array
+
+    def lost(self, error: BaseException) -> bool:
+        return isinstance(error, DeviceGone)
 
     def address(self, array: DeviceArray) -> int:
         return int(array.ctypes.data)

@@ -76,7 +76,7 @@ class Batcher:
         self._drop_withdrawn()
         if len(self._flying) >= self._stages or not (self._decodes or self._prefills):
             return []
-        batch = self._lonely() or self._batch(now)
+        batch = self._next(now)
         if batch:
             self._flying.append(batch)
         return batch
@@ -140,12 +140,14 @@ class Batcher:
                 out.append(answered)
         return out
 
-    def _lonely(self) -> list[Work]:
-        """An entry that must be alone, if one is first in its queue."""
-        for queue in (self._decodes, self._prefills):
-            if queue and queue[0].alone:
-                return [queue.popleft()]
-        return []
+    def _next(self, now: float) -> list[Work]:
+        """What goes now. An entry that must be alone, once it is first in its queue, waits until nothing is on its way."""
+        if any(work.alone for batch in self._flying for work in batch):
+            return []
+        lonely = next((queue for queue in (self._decodes, self._prefills) if queue and queue[0].alone), None)
+        if lonely is None:
+            return self._batch(now)
+        return [] if self._flying else [lonely.popleft()]
 
     def _flying_decodes(self) -> int:
         return sum(not work.prefill for batch in self._flying for work in batch)

@@ -140,7 +140,10 @@ class LocalChain(Chain):
     def _send(self, frame: Frame) -> None:
         self._require_open()
         for worker in self._workers:
-            worker.apply(frame)
+            try:
+                worker.apply(frame)
+            except Exception as error:
+                raise self.fail(StageError(f"{worker.spec} failed: {error!r}")) from error
         self._back.append(frame)
 
     def recv(self, timeout: float) -> Frame | None:

@@ -145,18 +145,19 @@ class Scheduler:
         elif self._flying:
             self._require_punctual()
 
-    def _take(self, work: Work, now: float) -> None:
+    def _take(self, work: Work, now: float, by_itself: bool = False) -> None:
         """An entry that is to be sent, unless it was prepared for stages as they are no more: an open or a close means the same
         to them still."""
         if work.entry.epoch != self._chain.epoch:
             if work.entry.op not in (OPEN, CLOSE):
-                work.fail(Rewired("this step was on its way when the stages were wired anew"))
+                work.fail(Rewired(by_itself))
                 return
             work.entry = work.entry._replace(epoch=self._chain.epoch)
         self._batcher.add(work, now)
 
     def _recover(self, error: StageError) -> None:
-        lost = [work for flight in self._flying.values() for work in flight.works] + self._batcher.clear()
+        flying = [work for flight in self._flying.values() for work in flight.works]
+        lost = flying + self._batcher.clear()
         self._flying.clear()
         try:
             self._rewire(error)
@@ -166,7 +167,7 @@ class Scheduler:
             raise
         now = time.monotonic()
         for work in lost:
-            self._take(work, now)
+            self._take(work, now, by_itself=flying == [work])
 
     def _rewire(self, error: StageError) -> None:
         """Has the stages wired anew, and every session opened again, in its place."""

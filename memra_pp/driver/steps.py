@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 MAX_TAP_BYTES = MAX_BODY_BYTES // 4
 """Taps that one frame carries, beside rows and answers."""
 
+MOST_LOSSES = 3
+"""A step that is on its way when this many stages are lost in a row may be what they die of. It goes by itself the last time,
+and if a stage is lost then too, it is."""
+
 NO_ANSWER = np.empty(0, np.float32)
 
 log = logging.getLogger(__name__)
@@ -97,7 +101,7 @@ class Steps:
         """A step of `tokens`, as `Books.step` prepares it, behind whatever is owed; its answer rows, and the taps filled.
 
         With `split`, several steps one behind the other, so that no stage waits for the last one; `asked` is of the last.
-        A stage's fault costs a replay of every token before it and one more try.
+        A stage's fault costs a replay of every token before it and one more try, a stage that is lost a replay.
 
         Raises:
             StageError: it fails again, or a stage is lost.
@@ -105,7 +109,7 @@ class Steps:
             SessionCancelled: `cancel` was called.
         """
         sent, answers = self._sent, NO_ANSWER
-        at, final, alone = 0, False, False
+        at, final, alone, losses = 0, False, False, 0
         try:
             while sent or not final:
                 if self._cancelled is not None:
@@ -131,6 +135,12 @@ class Steps:
                         raise StageError(f"{self} failed on stage {stage}: {message} ({kind}); close it and open another")
                     log.warning("%s failed on stage %d (%s: %s): replaying its tokens", self, stage, kind, message)
                     alone = True
+                elif (lost := _loss(first.work)) is not None:
+                    losses, alone = losses + 1, losses + 2 >= MOST_LOSSES
+                    if losses >= MOST_LOSSES and lost.by_itself:
+                        raise StageError(
+                            f"{self}: {losses} stages in a row were lost at this step, the last at no other: close it"
+                        )
                 yield from self._restart(first.step)
                 at, final = first.at, False
             self.failed = False
@@ -221,6 +231,15 @@ class Steps:
         for sent in self._sent:
             sent.work.cancel()
         self._sent.clear()
+
+
+def _loss(sent: Work) -> Rewired | None:
+    """What is known of an entry that was lost."""
+    try:
+        sent.result()
+    except Rewired as lost:
+        return lost
+    return None
 
 
 def _reply(sent: Work) -> Reply | None:

@@ -19,7 +19,14 @@ NO_NOTE: Note = {}
 
 
 class Rewired(StageError):
-    """What was on its way is lost: the stages were wired anew, and this session is open on all of them and empty."""
+    """What was on its way is lost: the stages were wired anew, and this session is open on all of them and empty.
+
+    `by_itself` says whether nothing else was on its way.
+    """
+
+    def __init__(self, by_itself: bool) -> None:
+        super().__init__("this step was on its way when the stages were wired anew")
+        self.by_itself = by_itself
 
 
 class Reply(NamedTuple):
@@ -40,7 +47,7 @@ class Work(Outcome[Reply]):
 
     Attributes:
         prefill: its rows are a piece of a longer text, for which no decode should wait long.
-        alone: it has a frame to itself, so that what fails in it is its own fault.
+        alone: nothing else is on its way with it, so that what fails is its own fault.
         n_bytes: most bytes that its rows, answers or taps take of a frame on any lane.
         passed: whether a piece of a prefill went before it.
         timeout: seconds after which a frame that has not come back is an error.

@@ -156,6 +156,10 @@ class ArenaDev(Memory):
     def spare_bytes(self) -> int:
         """Bytes that whoever runs here could still have, whatever this device's budget."""
 
+    def lost(self, error: BaseException) -> bool:
+        """Whether an error says that the device can do nothing more in this process."""
+        return False
+
     @abstractmethod
     def fetch(self, buf: Buffer) -> NDArray[np.uint8]:
         """The bytes of a u8 buffer on the host."""

@@ -129,7 +129,8 @@ class StageWorker:
     def apply(self, frame: Frame) -> None:
         """Applies a frame in place: its rows become this stage's, its notes gain what this stage has to say.
 
-        Nothing is raised for a bad or failed entry: it travels on as a tombstone, and the others are not touched.
+        Nothing is raised for a bad or failed entry: it travels on as a tombstone, and the others are not touched. What is
+        raised ends the stage: its device is lost, or a neighbour.
         """
         began = monotonic()
         notes, arrays, slot = frame.notes, frame.arrays, frame.slot
@@ -341,6 +342,8 @@ class StageWorker:
             out = answers(batch, [entry.want for _, entry, _, _, _ in steps], y) if self._last else []
         except Exception as error:
             log.exception("%s: a step failed", self.spec)
+            if self.device.lost(error):
+                raise
             for i, _, session, *_ in steps:
                 self._break(frame, i, error, session)
             return []

@@ -17,12 +17,13 @@ from memra_pp.stage.worker import StageWorker
 
 class FragileChain(LocalChain):
     """`losses[n]` is how many stages apply frame `n` before one is lost, and with it every frame on its way; with all of them,
-    the frame is lost on its way back. `log` has the ops of each frame."""
+    the frame is lost on its way back. `log` has the ops of each frame. A stage dies of each frame with the token `deadly`."""
 
     def __init__(self, workers: Sequence[StageWorker]) -> None:
         super().__init__(workers)
         self.losses: dict[int, int] = {}
         self.log: list[list[int]] = []
+        self.deadly = -1
         self.most = 1 << 30
         self._lost: StageError | None = None
 
@@ -42,7 +43,8 @@ class FragileChain(LocalChain):
     def _send(self, frame: Frame) -> None:
         self._require_there()
         self.log.append([entry.op for entry in frame.entries])
-        passed = self.losses.pop(len(self.log) - 1, None)
+        dies = any(self.deadly in rows.tolist() for rows in frame.arrays)
+        passed = self.losses.pop(len(self.log) - 1, 1 if dies else None)
         if passed is None:
             super()._send(frame)
             return

@@ -59,9 +59,13 @@ def test_rows_and_bytes_of_a_micro_batch_are_bounded_and_the_first_entry_always_
 
 
 def test_an_entry_that_must_be_alone_is():
+    """Nothing is on its way with it."""
     b = batcher(stages=3)
     fill(b, [work(1), work(2, alone=True), work(3)])
-    assert [sessions(b.take(0.0)) for _ in range(3)] == [[1], [2], [3]]
+    for session in (1, 2, 3):
+        batch = b.take(0.0)
+        assert sessions(batch) == [session] and (session == 3 or b.take(0.0) == [])
+        b.back(batch, 0.01, 0.0)
 
 
 def test_what_was_withdrawn_is_not_sent():

@@ -160,7 +160,8 @@ def test_many_texts_at_once_while_stages_are_lost_at_random(pipe: memra_pp.Pipel
     rng = random.Random(seed)
     prompts = [some_tokens(rng.randrange(1, 40), seed=i) for i in range(8)]
     expected = [list(pipe.generate(p, max_new_tokens=10, sampling=GREEDY)) for p in prompts]
-    chain(pipe).losses = {len(chain(pipe).log) + rng.randrange(150): rng.randrange(STAGES + 1) for _ in range(12)}
+    first = len(chain(pipe).log)
+    chain(pipe).losses = {first + at + rng.randrange(20): rng.randrange(STAGES + 1) for at in range(0, 300, 40)}
     draft = rng.choice(list(DRAFTS.values()))
     made: list[list[int]] = [[] for _ in prompts]
     for index, token in pipe.generate_many(prompts, max_new_tokens=10, sampling=GREEDY, draft=draft, concurrency=5):
@@ -177,7 +178,7 @@ def test_threads_that_stream_while_stages_are_lost(pipe: memra_pp.Pipeline) -> N
     def stream(i: int) -> None:
         for token in pipe.generate(prompts[i], max_new_tokens=25, sampling=GREEDY):
             made[i].append(token)
-            if len(made[i]) % 7 == 0:
+            if i == 0 and len(made[i]) % 4 == 0:
                 chain(pipe).lose()
 
     threads = [threading.Thread(target=stream, args=(i,)) for i in range(len(prompts))]
@@ -310,6 +311,31 @@ def test_what_ends_while_a_stage_is_lost_ends() -> None:
         pipe.open(PROMPT, max_new_tokens=9).prefill()
         chain(pipe).lose()
     assert pipe.health()["state"] == "failed"
+
+
+def test_a_step_that_stages_die_of_ends_its_session_and_no_other(pipe: memra_pp.Pipeline) -> None:
+    """After three; the others have gone on three times."""
+    prompts = [some_tokens(9, seed=i) for i in range(3)]
+    expected = [list(pipe.generate(p, max_new_tokens=30, sampling=GREEDY)) for p in prompts]
+    made: list[list[int]] = [[] for _ in prompts]
+    deadly = next(t for t in range(60) if t not in {t for text in (*prompts, *expected) for t in text})
+    threads = [
+        threading.Thread(target=lambda i=i: made[i].extend(pipe.generate(prompts[i], max_new_tokens=30, sampling=GREEDY)))
+        for i in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    with pipe.open(PROMPT[:5], max_new_tokens=9) as session:
+        session.prefill()
+        chain(pipe).deadly = deadly
+        with pytest.raises(StageError, match="3 stages in a row were lost at this step"):
+            session.decode(deadly)
+        chain(pipe).deadly = -1
+        with pytest.raises(StageError, match="close it"):
+            session.decode(1)
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert made == expected and chain(pipe).recoveries == 3
 
 
 def test_only_steps_are_told_that_they_are_lost(pipe: memra_pp.Pipeline) -> None:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from host_gpu import HostGpu
+from host_gpu import DeviceGone, HostGpu
 from toy_stage import N_EMBD, asking, expected_logits, frame, opening, step, tokens, worker
 
 from memra_pp.errors import LaneError, StageError
@@ -251,6 +251,20 @@ def test_a_next_stage_that_gives_nothing_back_ends_the_wait(gone):
         assert served.stop.is_set()
     finally:
         served.close()
+
+
+def test_a_device_that_is_lost_ends_its_stage(served):
+    served.serve(0)
+    served.into.send(frame(opening(1), notes={0: asking(1, FENCE)}), WAIT_S)
+
+    def gone(x):
+        raise DeviceGone("an illegal address")
+
+    served.workers[0].model.on_forward = gone
+    served.into.send(frame(step(1, 1, 0, 1), arrays=tokens(3)), WAIT_S)
+    with pytest.raises(DeviceGone):
+        served.serving[0].result(WAIT_S)
+    assert served.stop.is_set()
 
 
 def by_host(workers, caplog):

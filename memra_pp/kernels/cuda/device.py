@@ -48,6 +48,10 @@ class CudaDev(ArenaDev):
         """What the GPU has free."""
         return self.gpu.free_bytes()
 
+    def lost(self, error: BaseException) -> bool:
+        """See `Gpu.lost`."""
+        return self.gpu.lost(error)
+
     def fetch(self, buf: Buffer) -> NDArray[np.uint8]:
         """The bytes of a buffer, once all before is done."""
         return self.gpu.download(buf)

@@ -105,6 +105,11 @@ class Gpu(ABC):
         """
 
     @abstractmethod
+    def lost(self, error: BaseException) -> bool:
+        """Whether an error is the device's own, after which it does nothing more in this process: an illegal address, a fault
+        of its memory, that it is gone."""
+
+    @abstractmethod
     def close(self) -> None:
         """Waits for what is under way, and gives back what is kept for later arrays."""
 
@@ -206,6 +211,10 @@ class CupyGpu(Gpu):
             function.max_dynamic_shared_size_bytes = shared
         with self._device, self._stream:
             function(grid, block, tuple(args), shared_mem=shared)
+
+    def lost(self, error: BaseException) -> bool:
+        cuda = self._cupy.cuda
+        return isinstance(error, cuda.runtime.CUDARuntimeError | cuda.driver.CUDADriverError)
 
     def close(self) -> None:
         self.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,16 +15,21 @@ from memra_pp.errors import StageError
 from memra_pp.stage.frames import Frame
 from memra_pp.stage.worker import StageWorker
 
+SLOW_S = 0.02
+
 
 class FragileChain(LocalChain):
     """`losses[n]` is how many stages apply frame `n` before one is lost, and with it every frame on its way; with all of them,
-    the frame is lost on its way back. `log` has the ops of each frame. A stage dies of each frame with the token `deadly`."""
+    the frame is lost on its way back. `log` has the ops of each frame. A stage dies of each frame with the token `deadly`.
+
+    Frames of numbers in `dropped` never come back, those in `repeated` do twice, and those in `slow` take a while."""
 
     def __init__(self, workers: Sequence[StageWorker]) -> None:
         super().__init__(workers)
         self.losses: dict[int, int] = {}
         self.log: list[list[int]] = []
         self.deadly = -1
+        self.dropped, self.repeated, self.slow = set[int](), set[int](), set[int]()
         self.most = 1 << 30
         self._lost: StageError | None = None
 
@@ -45,8 +51,15 @@ class FragileChain(LocalChain):
         self.log.append([entry.op for entry in frame.entries])
         dies = any(self.deadly in rows.tolist() for rows in frame.arrays)
         passed = self.losses.pop(len(self.log) - 1, 1 if dies else None)
+        number = len(self.log) - 1
+        if number in self.slow:
+            time.sleep(SLOW_S)
         if passed is None:
             super()._send(frame)
+            if number in self.dropped:
+                self._back.pop()
+            elif number in self.repeated:
+                self._back.append(self._back[-1])
             return
         for worker in self._workers[:passed]:
             worker.apply(frame)
@@ -59,9 +72,17 @@ class FragileChain(LocalChain):
         self._require_there()
         return super().recv(timeout)
 
+    def fail(self, error: StageError) -> StageError:
+        self._lost = self._lost or error
+        return self._lost
+
+    def close(self) -> None:
+        super().fail(StageError("this pipeline is closed: launch it again"))
+        super().close()
+
     def rewire(self, error: StageError, unwanted: Callable[[], bool]) -> None:
         if unwanted() or self.recoveries == self.most:
-            raise self.fail(error)
+            raise super().fail(error)
         self.recoveries += 1
         self.epoch += 1
         self._back.clear()

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import memra_pp
 from cluster import chaos
+from memra_pp.cache import Cache
 from memra_pp.errors import ConfigError, StageError
+from memra_pp.models import Qwen35
+from memra_pp.models.protocol import StepBatch
+from memra_pp.stage import listener
 
+DEADLY = 13
 GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())
 
 
@@ -93,3 +103,68 @@ def test_a_pipeline_that_closes_while_a_stage_is_replaced_leaves_nothing(cluster
         while pipe.health()["ready"]:
             threading.Event().wait(0.005)
     assert pipe.health()["state"] == "closed" and not any(Path(f"/proc/{pid}").exists() for pid in stages)
+
+
+def crashing() -> type[Qwen35]:
+    """A model that takes its process down with one token; of a function, so that actors are sent it whole."""
+
+    class Crashes(Qwen35):
+        def forward(self, batch: StepBatch, x: Any, caches: Sequence[Cache]) -> Any:
+            if x.ndim == 1 and DEADLY in x:
+                os._exit(1)
+            return super().forward(batch, x, caches)
+
+    return Crashes
+
+
+def test_a_request_that_its_stage_crashes_of_costs_nobody_else(cluster: None, hybrid: Path) -> None:
+    with memra_pp.launch(hybrid, stages=2, stage_model=crashing()) as pipe:
+        text = list(pipe.generate([5, 6, 7], max_new_tokens=40, sampling=GREEDY))
+        assert DEADLY not in text
+        made: list[int] = []
+        streaming = threading.Thread(target=lambda: made.extend(pipe.generate([5, 6, 7], max_new_tokens=40, sampling=GREEDY)))
+        with pipe.open([5, 6], max_new_tokens=5) as session:
+            session.prefill()
+            streaming.start()
+            with pytest.raises(StageError, match="3 stages in a row were lost at this step"):
+                session.decode(DEADLY)
+        streaming.join(60)
+        assert made == text and pipe.health()["recoveries"] == 3 and pipe.stats()["sessions"] == 0
+
+
+def test_a_thousand_strangers_at_every_stage_s_door_change_nothing(cluster: None, hybrid: Path) -> None:
+    """Without the key, with garbage, or without a word, while a session streams."""
+    with memra_pp.launch(hybrid, stages=2) as pipe:
+        text = list(pipe.generate([5, 6, 7], max_new_tokens=60, sampling=GREEDY))
+        doors = sorted(Path(pipe.chain._on_close.__self__._dir).glob("stage*"))  # type: ignore[attr-defined]
+        assert len(doors) == 2 and all(door.parent.stat().st_mode & 0o777 == 0o700 for door in doors)
+        files = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids(pipe)]
+        rng, silent = random.Random(1), []
+        tokens = pipe.generate([5, 6, 7], max_new_tokens=60, sampling=GREEDY)
+        made = [next(tokens)]
+        for n in range(1000):
+            stranger = socket.socket(socket.AF_UNIX)
+            stranger.settimeout(5)
+            with contextlib.suppress(OSError):
+                stranger.connect(str(doors[n % 2]))
+                match n % 4:
+                    case 0:
+                        stranger.sendall(rng.randbytes(200))
+                    case 1:
+                        stranger.sendall(listener._HELLO + b"frames".ljust(16, b"\0") + bytes(64))
+                    case 2:
+                        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            silent.append(stranger)
+            if len(silent) > 40:
+                silent.pop(0).close()
+            if n % 20 == 0:
+                made.append(next(tokens))
+        made += tokens
+        for stranger in silent:
+            stranger.close()
+        health = pipe.health()
+        assert made == text and health["recoveries"] == 0 and health["ready"]
+        deadline = time.monotonic() + 30
+        while [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids(pipe)] > files and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids(pipe)] <= files

@@ -170,6 +170,25 @@ def test_many_texts_at_once_while_stages_are_lost_at_random(pipe: memra_pp.Pipel
     chain(pipe).losses.clear()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_frames_that_are_dropped_repeated_or_slow(pipe: memra_pp.Pipeline, seed: int) -> None:
+    """A frame that does not come back in time, or comes back twice, is as good as a stage that is lost."""
+    rng = random.Random(seed)
+    prompts = [some_tokens(rng.randrange(1, 40), seed=i) for i in range(5)]
+    expected = [list(pipe.generate(p, max_new_tokens=15, sampling=GREEDY)) for p in prompts]
+    pipe.step_timeout = pipe._opener._timeout_s = 0.3
+    first = len(chain(pipe).log)
+    for at in range(5, 200, 60):
+        chain(pipe).dropped.add(first + at + rng.randrange(10))
+        chain(pipe).repeated.add(first + at + 30 + rng.randrange(10))
+        chain(pipe).slow |= {first + at + n for n in range(15, 20)}
+    made: list[list[int]] = [[] for _ in prompts]
+    for index, token in pipe.generate_many(prompts, max_new_tokens=15, sampling=GREEDY):
+        made[index].append(token)
+    assert made == expected and chain(pipe).recoveries > 0
+    pipe.step_timeout = pipe._opener._timeout_s = WAIT_S
+
+
 def test_threads_that_stream_while_stages_are_lost(pipe: memra_pp.Pipeline) -> None:
     prompts = [some_tokens(5 + 3 * i, seed=i) for i in range(6)]
     expected = [list(pipe.generate(p, max_new_tokens=25, sampling=GREEDY)) for p in prompts]

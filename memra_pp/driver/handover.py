@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from dataclasses import asdict
 from typing import TYPE_CHECKING, BinaryIO
@@ -18,16 +19,17 @@ from .books import Books
 from .session_file import Header, Reader, Writer
 from .work import Reply, Steps, Work
 
+log = logging.getLogger(__name__)
+
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
 
 def header_of(pipe: Pipeline, shape: SessionShape, tokens: list[int], next: int | None, logits: bytes) -> Header:
     """What a file says of a session of this pipeline."""
-    kinds = sorted({device.name.partition(":")[0] for device in pipe.chain.devices})
     return Header(
         model=pipe.fingerprint,
-        made_on="+".join(f"{platform.machine()} {kind}" for kind in kinds),
+        made_on=_made_on(pipe),
         policy=asdict(pipe.policy),
         fence=list(pipe.fence),
         shape=asdict(shape),
@@ -35,6 +37,12 @@ def header_of(pipe: Pipeline, shape: SessionShape, tokens: list[int], next: int 
         next=next,
         logits=logits,
     )
+
+
+def _made_on(pipe: Pipeline) -> str:
+    """The kinds of processors that compute this pipeline's rows."""
+    kinds = sorted({device.name.partition(":")[0] for device in pipe.chain.devices})
+    return "+".join(f"{platform.machine()} {kind}" for kind in kinds)
 
 
 def send_out(pipe: Pipeline, header: Header, books: Books, out: BinaryIO) -> Steps[None]:
@@ -57,7 +65,9 @@ def send_out(pipe: Pipeline, header: Header, books: Books, out: BinaryIO) -> Ste
 
 def take_in(pipe: Pipeline, books: Books, reader: Reader) -> Steps[None]:
     """Fills a fresh session with what a file holds. Raises as `send_out`."""
-    pos = reader.pos
+    pos, there, here = reader.pos, reader.header.made_on, _made_on(pipe)
+    if there != here:
+        log.warning("session %d was computed on %s and goes on on %s: later bits may differ", books.session, there, here)
     yield from _asked(pipe, Entry(SEAT, books.session, 0, books.epoch, pos), [], None)
     for index, _, offset, data in reader.pieces(MAX_PIECE):
         words = np.frombuffer(data + bytes(-len(data) % 4), np.int32)

@@ -334,6 +334,17 @@ BAD_HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+def test_rows_of_another_kind_of_processor_are_taken_and_told_of(
+    pipe: memra_pp.Pipeline, file: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    for made_on, told in (("riscv cuda", 1), (None, 0)):
+        caplog.clear()
+        data = file if made_on is None else with_header(file, lambda h, made_on=made_on: h.update(made_on=made_on))
+        with pipe.import_session(io.BytesIO(data)) as copy:
+            assert_stands(copy, PROMPT)
+        assert len([r for r in caplog.records if "later bits may differ" in r.getMessage()]) == told
+
+
 @pytest.mark.parametrize("change", BAD_HEADERS.values(), ids=list(BAD_HEADERS))
 def test_a_header_that_lies_is_refused(pipe: memra_pp.Pipeline, file: bytes, change: Callable[[dict[str, Any]], Any]) -> None:
     refused(pipe, with_header(file, change))

@@ -102,6 +102,7 @@ class RayStages:
         self._progress("wiring the stages", self._steps - 1, self._steps)
         ends = self._wire(1)
         specs = [stage.spec for stage in self._stages]
+        self._progress = _nothing
         return LaneChain(
             specs, self._devices, self._homes, ends, self.autopsy, self.close, recovery=recovery, rewire=self.rewire
         )
@@ -308,6 +309,10 @@ class RayStages:
         except RayError as error:
             first = str(error).partition("\n")[0]
             raise StageError(f"a stage died while it started: {type(error).__name__}: {first}") from error
+
+
+def _nothing(text: str, done: int, of: int) -> None:
+    """Tells nobody: what is replaced later is no launch."""
 
 
 def _cause(stage: _Stage) -> str | None:

@@ -285,7 +285,8 @@ class Pipeline:
         """What the pipeline and each stage have done, and the bytes of every device.
 
         `traversals` counts frames through the chain, of which `rounds` were rounds, with `drafted` drafts and `accepted` of
-        them; `rebuilds` counts sessions whose tokens were replayed because a stage's device had failed. `devices` has each
+        them; `rebuilds` counts replays of a session's tokens after a stage's device had failed or a stage was lost, and
+        `recoveries` such losses. `devices` has each
         one's budget, what is reserved, allocated, learned and free of it, and the largest free block, in bytes; `admission`
         counts verdicts and those who wait. `cut` says what cut the model, `by` `even`, `bytes`, `cuts` or `time:` with a kind
         of work; then also what was measured of both kinds: the `fence` that is best for each, and the seconds `stage_s` of its
@@ -305,6 +306,7 @@ class Pipeline:
             "ring": self.policy.ring,
             "sessions": self._opener.live,
             "traversals": self.chain.traversals,
+            "recoveries": self.chain.recoveries,
             **self._counters,
             "stages": [{**stage, "planned_bytes": n} for stage, n in zip(stages, planned, strict=True)],
             **books,

@@ -37,6 +37,8 @@ FIRST_S, PATIENCE_S, HANGS_S = 10.0, 60.0, 300.0
 """How long the first run lasts at most, how long all sessions may take to be closed, and everything beside the run itself."""
 GROWTH = 1.1
 """How much bigger a process may be at the end."""
+SILENCE_S = 60.0
+"""How long a stage may be silent: the machine may be busy with other things for an hour."""
 SHOWN = 5
 """Of what went wrong."""
 
@@ -205,7 +207,9 @@ def main() -> int:
     report = Report(f"{args.sessions} sessions at a time for {args.seconds:g} s, {args.stages} stages over {args.backend}")
     with (
         even_model(QUICK if args.quick else EVEN) as even,
-        memra_pp.launch(args.model or even, stages=args.stages, threads=1, backend=args.backend) as pipe,
+        memra_pp.launch(
+            args.model or even, stages=args.stages, threads=1, backend=args.backend, silence_timeout=SILENCE_S
+        ) as pipe,
     ):
         pids = {stage["pid"] for stage in pipe.stats()["stages"]} - {os.getpid()}
         asyncio.run(soak(report, pipe, args))

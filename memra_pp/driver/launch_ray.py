@@ -33,6 +33,8 @@ LOAD_S = 900.0
 WIRE_S = 60.0
 DRAIN_S = 10.0
 """How long a stage whose lanes broke may take to end the step it is at; then it is taken for hung."""
+FREED_S = 60.0
+"""How long a lost stage's CPU or GPU may take to be free again, for the one that replaces it, or to come with another node."""
 SLICE_S = 0.2
 EXIT_POLL_S = 0.02
 
@@ -202,8 +204,9 @@ class RayStages:
         if not stages:
             return
         gpus = [1 / stage.spec.share if kind_of(stage.spec.device) == "cuda" else 0.0 for stage in stages]
-        self._await("CPU", len(stages))
-        self._await("GPU", sum(gpus))
+        patience = STOP_S if len(stages) == len(self._stages) else FREED_S
+        self._await("CPU", len(stages), patience)
+        self._await("GPU", sum(gpus), patience)
         actor_class: Any = StageActor
         placed = [actor_class.options(num_cpus=1, num_gpus=gpu).remote(self._key) for gpu in gpus]
         for stage, actor in zip(stages, placed, strict=True):
@@ -214,17 +217,18 @@ class RayStages:
         for stage, i in zip(stages, order, strict=True):
             stage.actor, stage.where = placed[i], where[i]
 
-    def _await(self, kind: str, need: float) -> None:
+    def _await(self, kind: str, need: float, patience_s: float) -> None:
         """Waits a little for what was used before and has just been given back; actors that cannot be placed would else stay
         pending without an error."""
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + patience_s
         while (have := ray.available_resources().get(kind, 0)) < need:  # type: ignore[no-untyped-call]
             owned = ray.cluster_resources().get(kind, 0)  # type: ignore[no-untyped-call]
-            if owned < need or time.monotonic() > deadline:
+            if time.monotonic() > deadline or (owned < need and patience_s == STOP_S):
                 raise ConfigError(
                     f"{len(self._stages)} stages need {need:g} {kind} and this Ray cluster has {have:g} of {owned:g} free: "
                     "use fewer stages, or other devices"
                 )
+            self._require_wanted()
             time.sleep(EXIT_POLL_S)
 
     def _load(self, stages: Sequence[_Stage]) -> None:
@@ -260,6 +264,10 @@ class RayStages:
         self._lanes.append(back)
         return Ends(out, back, control)
 
+    def _require_wanted(self) -> None:
+        if self._unwanted():
+            raise StageError("this pipeline is closed: launch it again")
+
     def _address(self, name: str, where: dict[str, Any] | None = None) -> str:
         """A Unix socket while everything is on this node, TCP else."""
         here = ray.get_runtime_context().get_node_id()
@@ -293,8 +301,7 @@ class RayStages:
             while waiting:
                 done, waiting = ray.wait(waiting, num_returns=1, timeout=SLICE_S)
                 ray.get(done)
-                if self._unwanted():
-                    raise StageError("this pipeline is closed: launch it again")
+                self._require_wanted()
                 if done:
                     progress(len(refs) - len(waiting))
                 elif time.monotonic() > deadline:

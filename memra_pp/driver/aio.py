@@ -148,11 +148,10 @@ class Pipeline:
     def import_session(
         self, source: str | PathLike[str] | BinaryIO, *, timeout: float | None = None, tenant: str = ""
     ) -> Opening[Session]:
-        """`memra_pp.Pipeline.import_session`, in a thread."""
+        """`memra_pp.Pipeline.import_session`; a task that is cancelled while it waits leaves the queue."""
 
         async def opening() -> Session:
-            done = asyncio.to_thread(self.sync.import_session, source, timeout=timeout, tenant=tenant)
-            return Session(self.sync, await done)
+            return Session(self.sync, await self.sync.import_async(source, timeout, tenant))
 
         return Opening(opening())
 
@@ -229,8 +228,8 @@ class Session:
         await asyncio.to_thread(self._sync.park)
 
     async def unpark(self, timeout: float | None = None) -> None:
-        """`memra_pp.Session.unpark`, in a thread."""
-        await asyncio.to_thread(self._sync.unpark, timeout)
+        """`memra_pp.Session.unpark`; a task that is cancelled while it waits leaves the queue."""
+        await self._pipe.unpark_async(self._sync, timeout)
 
     async def prefill(self, all_logits: bool = False, want: str = "logits") -> Array:
         """`memra_pp.Session.prefill`."""

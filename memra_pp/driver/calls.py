@@ -7,6 +7,7 @@ result. What it takes, gives and raises is written where the two faces offer it,
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 import threading
 from collections import deque
@@ -110,11 +111,13 @@ class Calls:
         self.taps: DflashTapSink | None = None
         self.books = Books(pipe.cfg, pipe.policy, shape, session_id, pipe.chain.epoch)
         self.closed = False
-        self.parked: BinaryIO | None = None
+        self.parked: bytes | None = None
         self._pipe = pipe
         self._prompt = prompt
         self._steps = Steps(pipe, self.books)
         self._next: int | None = None
+        self._held: Slot | None = None
+        self._drafts: list[int] = []
         self.last_logits: Array | None = None
         self._ended: deque[Slot] = deque()
         self._lock = threading.Lock()
@@ -163,6 +166,14 @@ class Calls:
             self._next = self.last_logits = None
 
     def round(self, drafts: Iterable[int], sampler: Sampler | SamplingParams | None, next: int | None) -> work.Steps[Round]:
+        done = yield from self.begin_round(drafts, sampler, next)
+        self.end_round(done, done.accepted)
+        return done
+
+    def begin_round(
+        self, drafts: Iterable[int], sampler: Sampler | SamplingParams | None, next: int | None
+    ) -> work.Steps[Round]:
+        """A round whose snapshot stays, until `end_round` says how many of the accepted drafts are to stand."""
         with self._turn():
             sampler = sampler if isinstance(sampler, Sampler) else Sampler(sampler)
             first = self._next if next is None else next
@@ -171,6 +182,23 @@ class Calls:
             tokens = self._checked([first, *checked_drafts(drafts, self.shape.speculate, self._pipe.cfg.n_vocab)])
             self._check(len(tokens))
             return (yield from self._round(tokens, sampler))
+
+    def end_round(self, done: Round, accepted: int) -> None:
+        """Ends a round: `accepted` of the drafts that were stand, and the token behind them is the one sampled."""
+        slot, self._held = self._held, None
+        if slot is None or self.closed or self._steps.ended:
+            return
+        with self._turn():
+            if accepted < done.accepted:
+                self.books.rollback(slot, accepted)
+                self._next = self._drafts[accepted]
+            self.books.end(slot)
+
+    def pick(self, sampler: Sampler, answer: Array) -> int:
+        """The token sampled behind the rows fed."""
+        with self._turn():
+            self._next = sampler.pick(answer, self.books.plan.pos)
+            return self._next
 
     def generate(self, max_new_tokens: int, sampling: SamplingParams | None, draft: Draft | None) -> Generation:
         """Tokens, between what must be waited for."""
@@ -188,32 +216,49 @@ class Calls:
         return self._next
 
     def export(self, out: BinaryIO) -> work.Steps[None]:
-        """Writes the session to a file, from its beginning again if a stage is lost meanwhile."""
+        """Writes the session to a file that can be sought, from its beginning again if a stage is lost meanwhile."""
         with self._turn():
-            self._require_fed()
-            first = out.tell() if out.seekable() else None
-            while True:
-                yield from self._steps.settle()
-                try:
-                    yield from handover.send_out(self._pipe, self._header(), self.books, out)
-                    return
-                except Rewired:
-                    if first is None:
-                        raise
-                    out.seek(first)
-                    out.truncate()
+            yield from self._export(out)
+
+    def park(self) -> work.Steps[None]:
+        """Keeps what the session holds in this process; its bytes on the stages are no longer needed."""
+        held = io.BytesIO()
+        with self._turn():
+            yield from self._export(held)
+            self.parked = held.getvalue()
+
+    @contextlib.contextmanager
+    def unparking(self) -> Iterator[bytes]:
+        """The session to oneself, while it is parked; what it holds. It is parked no more if the block comes to its end."""
+        with self._alone():
+            if self.parked is None:
+                raise InputError("this session is not parked")
+            yield self.parked
+            self.parked = None
 
     def adopt(self, reader: Reader) -> work.Steps[None]:
-        """Has a fresh session stand where the file's does. If a stage is lost meanwhile, its tokens are fed instead."""
+        """Has a fresh session, which is this caller's, stand where the file's does. If a stage is lost meanwhile, its tokens
+        are fed instead."""
         header = reader.header
-        with self._turn():
-            self.books.adopt(list(header.tokens), self._pipe.chain.epoch)
+        self.books.adopt(list(header.tokens), self._pipe.chain.epoch)
+        try:
+            yield from handover.take_in(self._pipe, self._steps, self.books, reader)
+        except Rewired:
+            self.books.restart(None, self._pipe.chain.epoch, 1)
+        self._next = header.next
+        self.last_logits = np.frombuffer(header.logits, np.float32) if header.logits else None
+
+    def _export(self, out: BinaryIO) -> work.Steps[None]:
+        self._require_fed()
+        first = out.tell()
+        while True:
+            yield from self._steps.settle()
             try:
-                yield from handover.take_in(self._pipe, self.books, reader)
+                yield from handover.send_out(self._pipe, self._steps, self._header(), self.books, out)
+                return
             except Rewired:
-                self.books.restart(None, self._pipe.chain.epoch, 1)
-            self._next = header.next
-            self.last_logits = np.frombuffer(header.logits, np.float32) if header.logits else None
+                out.seek(first)
+                out.truncate()
 
     def close(self) -> None:
         """Marks the session closed, and ends the call under way."""
@@ -264,9 +309,12 @@ class Calls:
             accepted = 0
             try:
                 accepted, chosen = _judged(sampler, rows, drafts, base)
-            finally:
-                self.books.rollback(slot, accepted)
+            except BaseException:
+                self.books.rollback(slot, 0)
                 self.books.end(slot)
+                raise
+            self.books.rollback(slot, accepted)
+            self._held, self._drafts = slot, drafts
         self._next = chosen
         self._pipe.count(rounds=1, drafted=len(drafts), accepted=accepted)
         return Round(accepted, chosen, rows)
@@ -311,20 +359,29 @@ class Calls:
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
-        """The session to oneself, if it is open."""
+        """The session to oneself, if it is open and on the stages."""
         self._require_there()
+        with self._alone():
+            self._require_there()
+            while self._ended:
+                self.books.end(self._ended.popleft())
+            try:
+                yield
+            except Exception:
+                raise
+            except BaseException:  # an interrupt: what stands is not known
+                self._steps.failed = True
+                raise
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        if self.closed:
+            raise InputError("this session is closed: open another")
         if not self._lock.acquire(blocking=False):
             raise InputError("this session is in the middle of another call: use one session a thread or task")
         try:
             self._steps.require_usable()
-            while self._ended:
-                self.books.end(self._ended.popleft())
             yield
-        except Exception:
-            raise
-        except BaseException:  # an interrupt: what stands is not known
-            self._steps.failed = True
-            raise
         finally:
             self._lock.release()
 

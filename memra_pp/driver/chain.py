@@ -80,6 +80,10 @@ class Chain(ABC):
         """Breaks the way through the stages, unless it is broken; the error that says why."""
 
     @abstractmethod
+    def give_up(self, error: StageError) -> None:
+        """Says that nobody sends or receives any more, unless the way has failed for good before."""
+
+    @abstractmethod
     def rewire(self, error: StageError, unwanted: Callable[[], bool]) -> None:
         """Replaces stages that are lost, and has a new epoch begin, in which no stage has a session. Called by the one thread
         that sends and receives, after `error`; it returns early if it is `unwanted` meanwhile.
@@ -159,6 +163,9 @@ class LocalChain(Chain):
     def fail(self, error: StageError) -> StageError:
         self._failure = self._failure or error
         return self._failure
+
+    def give_up(self, error: StageError) -> None:
+        self.fail(error)
 
     def rewire(self, error: StageError, unwanted: Callable[[], bool]) -> None:
         raise self.fail(error)  # what died is this process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from ..errors import InputError, checked_int, require
@@ -37,17 +37,17 @@ def generate(
     if not most:
         return
     ends, made = _Ends(pipe, sampler.params), 0
-    tokens = _tokens(pipe, calls, most, sampler, draft)
-    for item in tokens:
-        if isinstance(item, int):
-            if item in ends.ids:
-                return
-            made += 1
-            yield item
-            if made == most or ends.reached(item):
-                return
-        else:
-            yield item
+    with closing(_tokens(pipe, calls, most, sampler, draft)) as tokens:
+        for item in tokens:
+            if isinstance(item, int):
+                if item in ends.ids:
+                    return
+                made += 1
+                yield item
+                if made == most or ends.reached(item):
+                    return
+            else:
+                yield item
 
 
 def _tokens(pipe: Pipeline, calls: Calls, most: int, sampler: Sampler, draft: Draft | None) -> Generation:
@@ -57,7 +57,7 @@ def _tokens(pipe: Pipeline, calls: Calls, most: int, sampler: Sampler, draft: Dr
         before = calls.sampled() if books.tokens else None
         if before is None:
             answer = yield from calls.prefill(False, sampler.want)
-            token = sampler.pick(answer, books.plan.pos)
+            token = calls.pick(sampler, answer)
             yield token
         else:
             token = before
@@ -79,12 +79,16 @@ def _speculated(
         k = min(control.next_k(), calls.drafts_possible(), most - made - 1)
         drafts = _drafts(drafter, books.tokens, token, k, pipe.cfg.n_vocab)
         drafted = time.perf_counter()
-        done = yield from calls.round(drafts, sampler, token)
+        done = yield from calls.begin_round(drafts, sampler, token)
         control.record(len(drafts), done.accepted, 1 + len(drafts), time.perf_counter() - drafted, drafted - started)
-        token = done.next
         made += done.accepted + 1
-        yield from drafts[: done.accepted]
-        yield token
+        given = 0
+        try:  # whoever takes the tokens may stop at any of them: the session then stands behind that one
+            for token in (*drafts[: done.accepted], done.next):
+                yield token
+                given += 1
+        finally:
+            calls.end_round(done, min(given, done.accepted))
 
 
 def _drafts(drafter: Drafter, tokens: list[int], token: int, k: int, n_vocab: int) -> list[int]:

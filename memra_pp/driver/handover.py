@@ -17,11 +17,12 @@ from ..stage.carry import MAX_PIECE
 from ..stage.frames import READ, SEAT, WRITE, Entry, Note
 from .books import Books
 from .session_file import Header, Reader, Writer
-from .work import Reply, Steps, Work
+from .work import Reply, Steps
 
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
+    from . import steps as session_steps
     from .pipeline import Pipeline
 
 
@@ -45,42 +46,41 @@ def _made_on(pipe: Pipeline) -> str:
     return "+".join(f"{platform.machine()} {kind}" for kind in kinds)
 
 
-def send_out(pipe: Pipeline, header: Header, books: Books, out: BinaryIO) -> Steps[None]:
+def send_out(pipe: Pipeline, steps: session_steps.Steps, header: Header, books: Books, out: BinaryIO) -> Steps[None]:
     """Writes a session that owes nothing.
 
     Raises:
         Rewired: a stage was lost meanwhile.
+        SessionCancelled: the session was cancelled.
+        InputError: the file does not take it.
         StageError: a stage could not read a piece.
     """
     writer, pos = Writer(out, header), books.plan.pos
     for index, part in enumerate(parts(pipe.cfg, books.shape.ctx, pipe.policy, pos)):
         for offset in range(0, part.bytes, MAX_PIECE):
             size = min(MAX_PIECE, part.bytes - offset)
-            reply = yield from _asked(pipe, Entry(READ, books.session, 0, books.epoch, pos), [], [index, offset, size])
+            entry = Entry(READ, books.session, 0, books.epoch, pos)
+            reply = yield from _asked(steps, entry, [], {"piece": [index, offset, size]})
             if reply.answers is None:
                 raise StageError(f"no stage has {part.kind} of layer {part.layer}: this is a bug")
             writer.piece(reply.answers.data.cast("B")[:size])
         writer.end_part()
 
 
-def take_in(pipe: Pipeline, books: Books, reader: Reader) -> Steps[None]:
+def take_in(pipe: Pipeline, steps: session_steps.Steps, books: Books, reader: Reader) -> Steps[None]:
     """Fills a fresh session with what a file holds. Raises as `send_out`."""
     pos, there, here = reader.pos, reader.header.made_on, _made_on(pipe)
     if there != here:
         log.warning("session %d was computed on %s and goes on on %s: later bits may differ", books.session, there, here)
-    yield from _asked(pipe, Entry(SEAT, books.session, 0, books.epoch, pos), [], None)
+    yield from _asked(steps, Entry(SEAT, books.session, 0, books.epoch, pos), [], None)
     for index, _, offset, data in reader.pieces(MAX_PIECE):
         words = np.frombuffer(data + bytes(-len(data) % 4), np.int32)
         entry = Entry(WRITE, books.session, 0, books.epoch, pos)
-        yield from _asked(pipe, entry, [words], [index, offset, len(data)])
+        yield from _asked(steps, entry, [words], {"piece": [index, offset, len(data)]})
 
 
-def _asked(pipe: Pipeline, entry: Entry, arrays: list[Array], piece: list[int] | None) -> Steps[Reply]:
-    note: Note | None = None if piece is None else {"piece": piece}
-    work = Work(entry, arrays, pipe.step_timeout, note)
-    pipe.scheduler.submit(work)
-    yield work
-    reply = work.result()
+def _asked(steps: session_steps.Steps, entry: Entry, arrays: list[Array], note: Note | None) -> Steps[Reply]:
+    reply = yield from steps.ask(entry, arrays, note)
     if reply.fault is not None:
         stage, kind, message = reply.fault
         raise StageError(f"session {entry.session} could not be handed over: stage {stage}: {message} ({kind})")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ..admission import Device
-from ..errors import FrameError, LaneError, MemraError, StageError
+from ..errors import FrameError, LaneError, StageError
 from ..stage.frames import SPANS, STATS, TRACE, Frame
 from ..stage.lanes import Lane
 from ..stage.serve import HEARTBEAT_S
@@ -107,7 +107,7 @@ class LaneChain(Chain):
             self._unplug()
             cause = self._broken or error
             if (rewire := self._rewire) is None or not self._may_recover(began):
-                self._give_up(cause)
+                self.give_up(cause)
                 break
             log.warning("%s: wiring the stages anew, epoch %d", cause, self.epoch + 1)
             self.epoch += 1
@@ -115,10 +115,11 @@ class LaneChain(Chain):
                 ends, lost = rewire(self.epoch, self._silent, unwanted)
             except StageError as again:
                 if unwanted():
-                    self._give_up(again)
+                    self.give_up(again)
                 self._broken = again
-            except MemraError as final:
-                self._give_up(StageError(f"{cause}; it could not be replaced: {final}"))
+            except Exception as final:
+                log.exception("a stage could not be replaced")
+                self.give_up(StageError(f"{cause}; it could not be replaced: {final}"))
             else:
                 took = time.monotonic() - began
                 self._last = {"cause": str(cause), "lost": lost, "took_s": took, "epoch": self.epoch}
@@ -238,7 +239,7 @@ class LaneChain(Chain):
                 lane.hang_up()
         return self._broken or error
 
-    def _give_up(self, error: StageError) -> None:
+    def give_up(self, error: StageError) -> None:
         self._broken = self._failure = self._failure or error
         self._ready.set()
 

@@ -118,6 +118,8 @@ class RayStages:
         """
         self._unwanted = unwanted
         self._drop_lanes()
+        if not ray.is_initialized():  # whatever is asked of it now would start another
+            raise ConfigError("the Ray of this pipeline was shut down: launch it again")
         why = self._end_lost(silent)
         missing = [stage for stage in self._stages if stage.actor is None]
         self._start(missing)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import ray
 from ray._private import ray_constants
-from ray.exceptions import RayError
 
 from ..errors import StageError
 from ..stage.listener import KEY_BYTES
@@ -51,7 +50,7 @@ class Runtime:
                         self._join(address)
                     else:
                         self._start(stages)
-                except (RuntimeError, ValueError, OSError, RayError) as error:
+                except Exception as error:  # Ray raises whatever it likes
                     raise StageError(f"Ray did not start: {error}") from error
             self._users += 1
 

@@ -157,37 +157,65 @@ class Pipeline:
             AdmissionError, StageError: as `open`.
         """
         with opened(source) as file:
-            reader = Reader(file, self.cfg, self.policy, self.fingerprint, self.max_ctx)
-            checked_int(InputError, "the session's speculate", reader.shape.speculate, 0, self._most_drafts)
+            reader = self.reader(file)
             session, request, wait_s = self._requested(reader.header.tokens, reader.shape, timeout, tenant)
             with self._kept(session):
                 self._opener.open(request, wait_s)
-            self._fill(session, reader)
+            with self._filled(session):
+                self.run(session.calls.adopt(reader))
         return session
 
     def park(self, session: Session) -> None:
         """See `Session.park`."""
-        held = io.BytesIO()
-        self.run(session.calls.export(held))
-        session.calls.parked = held
+        self.run(session.calls.park())
         self._opener.close(session.id)
 
     def unpark(self, session: Session, timeout: float | None) -> None:
         """See `Session.unpark`."""
-        held = session.calls.parked
-        if held is None:
-            raise InputError("this session is not parked")
-        reader = Reader(held, self.cfg, self.policy, self.fingerprint, self.max_ctx)
-        with self._kept(session):
-            self._opener.open(session.request, checked_wait(timeout))
-        session.calls.parked = None
-        self._fill(session, reader)
+        wait_s = checked_wait(timeout)
+        with session.calls.unparking() as held:
+            reader = self.reader(io.BytesIO(held))
+            self._opener.close(session.id)  # where an interrupt has cut a call like this one short
+            with self._filled(session):
+                self._opener.open(session.request, wait_s)
+                self.run(session.calls.adopt(reader))
 
-    def _fill(self, session: Session, reader: Reader) -> None:
+    async def unpark_async(self, session: Session, timeout: float | None) -> None:
+        """`unpark` for a task: it waits for bytes without a thread."""
+        wait_s = checked_wait(timeout)
+        with session.calls.unparking() as held:
+            reader = await asyncio.to_thread(self.reader, io.BytesIO(held))
+            with self._filled(session):
+                await self._opener.open_async(session.request, wait_s)
+                await self.run_async(session.calls.adopt(reader))
+
+    async def import_async(self, source: str | PathLike[str] | BinaryIO, timeout: float | None, tenant: str) -> Session:
+        """`import_session` for a task."""
+        with contextlib.ExitStack() as stack:
+            file = await asyncio.to_thread(stack.enter_context, opened(source))
+            reader = await asyncio.to_thread(self.reader, file)
+            session, request, wait_s = self._requested(reader.header.tokens, reader.shape, timeout, tenant)
+            with self._kept(session):
+                await self._opener.open_async(request, wait_s)
+            with self._filled(session):
+                await self.run_async(session.calls.adopt(reader))
+        return session
+
+    def reader(self, file: BinaryIO) -> Reader:
+        """A session's file, if it is one that this pipeline can take up. Raises InputError."""
+        reader = Reader(file, self.cfg, self.policy, self.fingerprint, self.max_ctx)
+        checked_int(InputError, "the session's speculate", reader.shape.speculate, 0, self._most_drafts)
+        return reader
+
+    @contextlib.contextmanager
+    def _filled(self, session: Session) -> Iterator[None]:
+        """Gives a session's bytes back if it was not filled, or was closed meanwhile."""
         try:
-            self.run(session.calls.adopt(reader))
+            yield
+            if session.calls.closed:
+                raise InputError("this session was closed in the middle of the call")
         except BaseException:
-            session.close()
+            self._opener.close(session.id)
             raise
 
     @cached_property

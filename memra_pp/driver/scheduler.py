@@ -125,6 +125,7 @@ class Scheduler:
             log.exception("the scheduler failed")
             ended = f"the scheduler failed ({type(error).__name__}: {error}): launch the pipeline again"
         self._ended = ended
+        self._chain.give_up(StageError(ended))
         waiting = [work for flight in self._flying.values() for work in flight.works] + self._batcher.clear()
         while self._inbox:
             waiting.append(self._inbox.popleft())
@@ -161,7 +162,8 @@ class Scheduler:
         self._flying.clear()
         try:
             self._rewire(error)
-        except StageError as final:
+        except BaseException as final:
+            self._chain.give_up(StageError(str(final)))
             for work in lost:
                 work.fail(StageError(str(final)))
             raise

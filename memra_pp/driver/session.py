@@ -14,7 +14,7 @@ from ..models.protocol import Array
 from .calls import Calls, Generation, Round, SessionSnapshot
 from .drafters import Draft
 from .sampling import Sampler, SamplingParams
-from .session_file import whole_or_not_at_all
+from .session_file import to_write
 from .waits import stream
 from .work import Steps
 
@@ -177,11 +177,8 @@ class Session:
             InputError: nothing has been fed yet, or the file cannot be written.
             StageError: a stage failed.
         """
-        if isinstance(target, str | PathLike):
-            with whole_or_not_at_all(target) as out:
-                self._run(self._calls.export(out))
-        else:
-            self._run(self._calls.export(target))
+        with to_write(target) as out:
+            self._run(self._calls.export(out))
 
     def park(self) -> None:
         """Sets the session aside in this process's memory, and gives its bytes back on every stage, for others to use.

@@ -23,7 +23,7 @@ from ..admission import SessionShape
 from ..cache import KvPolicy
 from ..cache.carry import Part, parts
 from ..config import ModelConfig
-from ..errors import InputError, checked_int, require
+from ..errors import InputError, MemraError, checked_int, require
 
 MAGIC = b"MEMRAPPS"
 VERSION = 1
@@ -74,30 +74,41 @@ class Header:
 
 
 class Writer:
-    """Writes a session's file, front to back."""
+    """Writes a session's file, front to back.
+
+    Raises:
+        InputError: the file takes no bytes.
+    """
 
     def __init__(self, out: BinaryIO, header: Header) -> None:
         self._out = out
         packed = msgpack.packb(asdict(header))
-        out.write(_PREFIX.pack(MAGIC, VERSION, len(packed)) + packed + _sum(packed))
+        self._write(_PREFIX.pack(MAGIC, VERSION, len(packed)) + packed + _sum(packed))
         self._hash = hashlib.blake2b(digest_size=SUM)
 
     def piece(self, data: memoryview) -> None:
         """More of the part under way."""
-        self._out.write(data)
+        self._write(data)
         self._hash.update(data)
 
     def end_part(self) -> None:
         """The part is whole."""
-        self._out.write(self._hash.digest())
+        self._write(self._hash.digest())
         self._hash = hashlib.blake2b(digest_size=SUM)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        """All of it: a file without a buffer may take less at a time."""
+        left = memoryview(data)
+        with _as_input_errors("written"):
+            while len(left):
+                left = left[self._out.write(left) :]
 
 
 class Reader:
     """Reads a session's file, which was checked as a whole before.
 
     Args:
-        file: at its beginning, seekable.
+        file: a file that can be sought, where the session begins; it goes to the file's end.
         cfg, policy, model: of the pipeline that is to have the session; `model` is its fingerprint.
         limit: most rows of context there.
 
@@ -107,8 +118,10 @@ class Reader:
 
     def __init__(self, file: BinaryIO, cfg: ModelConfig, policy: KvPolicy, model: str, limit: int) -> None:
         self._file = file
-        self._size = file.seek(0, os.SEEK_END)
-        file.seek(0)
+        with _as_input_errors("read"):
+            first = file.tell()
+            self._end = file.seek(0, os.SEEK_END)
+            file.seek(first)
         magic, version, length = _PREFIX.unpack(self._exactly(_PREFIX.size, "header"))
         if magic != MAGIC:
             raise InputError("this is no file of a session: pass one that export has written")
@@ -144,8 +157,8 @@ class Reader:
 
     def _check(self) -> None:
         whole = self._first + sum(part.bytes + SUM for part in self.parts)
-        if self._size != whole:
-            raise InputError(f"the file has {self._size} bytes, and {whole} belong to this session: it was cut or added to")
+        if self._end != whole:
+            raise InputError(f"the file has {self._end} bytes, and {whole} belong to this session: it was cut or added to")
         for part in self.parts:
             digest = hashlib.blake2b(digest_size=SUM)
             for offset in range(0, part.bytes, BLOCK):
@@ -157,7 +170,10 @@ class Reader:
             raise InputError(f"the file is damaged: the checksum of its {name} is another; export the session again")
 
     def _exactly(self, size: int, name: str) -> bytes:
-        data = self._file.read(size) if size <= self._size - self._file.tell() else b""
+        with _as_input_errors("read"):
+            data = self._file.read(size) if size <= self._end - self._file.tell() else b""
+        if not isinstance(data, bytes):
+            raise InputError(f"the session's file gives {type(data).__name__} and not bytes: open it as a binary file")
         if len(data) != size:
             raise InputError(f"the file ends in the middle of its {name}: it was cut")
         return data
@@ -178,32 +194,50 @@ def fingerprint(model: Path, cfg: ModelConfig) -> str:
 
 
 @contextlib.contextmanager
-def whole_or_not_at_all(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write, which takes its place under `path` once it is whole and on the disk; else nothing is there.
+def to_write(target: str | os.PathLike[str] | BinaryIO) -> Iterator[BinaryIO]:
+    """A file to write, which can be sought.
+
+    What is at a path is replaced once the new file is whole and on the disk; else it stays. What is no plain file, or cannot be
+    sought, is written at the end.
 
     Raises:
-        InputError: it cannot be written: a full disk, no such folder.
+        InputError: it cannot be written: a full disk, no such folder, nothing that is a file.
     """
-    target = Path(path)
-    try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as out:
-            try:
-                yield cast(BinaryIO, out.file)
-                out.flush()
-                os.fsync(out.fileno())
-                os.replace(out.name, target)
-            except BaseException:
-                os.unlink(out.name)
-                raise
-        folder = os.open(target.parent, os.O_RDONLY)
+    with _as_input_errors("written"), contextlib.ExitStack() as stack:
+        if isinstance(target, str | os.PathLike):
+            path = Path(os.path.realpath(target))
+            if path.is_file() or not path.exists():
+                yield stack.enter_context(_replacing(path))
+                return
+            target = stack.enter_context(path.open("wb"))
+        if target.seekable():
+            yield target
+            return
+        copy = stack.enter_context(tempfile.TemporaryFile())
+        yield copy
+        copy.seek(0)
+        for block in iter(lambda: copy.read(BLOCK), b""):
+            left = memoryview(block)
+            while len(left):
+                left = left[target.write(left) :]
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:40]}.", delete=False) as out:
         try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    except OSError as error:
-        raise InputError(
-            f"the session cannot be written to {target} ({error.strerror}): is there room, and a folder?"
-        ) from error
+            yield cast(BinaryIO, out.file)
+            out.flush()
+            os.fsync(out.fileno())
+            os.replace(out.name, path)
+        except BaseException:
+            os.unlink(out.name)
+            raise
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 @contextlib.contextmanager
@@ -214,16 +248,27 @@ def opened(source: str | os.PathLike[str] | BinaryIO) -> Iterator[BinaryIO]:
         InputError: there is none.
     """
     with contextlib.ExitStack() as stack:
-        if isinstance(source, str | os.PathLike):
-            try:
+        with _as_input_errors("read"):
+            if isinstance(source, str | os.PathLike):
                 source = stack.enter_context(open(source, "rb"))
-            except OSError as error:
-                raise InputError(f"{source} cannot be read ({error.strerror}): pass a file that export has written") from error
-        if not source.seekable():
-            once, source = source, stack.enter_context(tempfile.TemporaryFile())
-            for block in iter(lambda: once.read(BLOCK), b""):
-                source.write(block)
+            if not source.seekable():
+                once, source = source, stack.enter_context(tempfile.TemporaryFile())
+                for block in iter(lambda: once.read(BLOCK), b""):
+                    source.write(block)
+                source.seek(0)
         yield source
+
+
+@contextlib.contextmanager
+def _as_input_errors(done: str) -> Iterator[None]:
+    """What a path or a file that callers pass may raise, as their error."""
+    try:
+        yield
+    except MemraError:
+        raise
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+        raise InputError(f"the session's file cannot be {done} ({why}): pass a path, or a binary file, with room") from error
 
 
 def _sum(data: bytes) -> bytes:

@@ -53,6 +53,12 @@ class Steps:
         self._pipe, self._books = pipe, books
         self._sent: deque[_Sent] = deque()
         self._cancelled: SessionCancelled | None = None
+        self._asking: Work | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more steps can be taken."""
+        return self.failed or self._cancelled is not None
 
     def require_usable(self) -> None:
         """Raises SessionCancelled or StageError if no more steps can be taken."""
@@ -109,7 +115,8 @@ class Steps:
             SessionCancelled: `cancel` was called.
         """
         sent, answers = self._sent, NO_ANSWER
-        at, final, alone, losses = 0, False, False, 0
+        at, final, faulted = 0, False, False
+        losses, lost_at = 0, 0
         try:
             while sent or not final:
                 if self._cancelled is not None:
@@ -117,6 +124,7 @@ class Steps:
                 if not sent:
                     self._follow()
                 if not final and len(sent) < self._pipe.chain.overlap:
+                    alone = faulted or losses + 1 >= MOST_LOSSES
                     part = tokens[at : at + self._pipe.scheduler.piece_rows(len(tokens) - at)] if split else tokens
                     final = at + len(part) == len(tokens)
                     self._begin(part, at, taps, asked if final else {}, prefill=split, alone=alone)
@@ -128,15 +136,17 @@ class Steps:
                 if reply is not None and fault is None:
                     sent.popleft()
                     answers = _answers(reply, asked.get("want", LOGITS), taps, len(first.step.fed))
+                    if first.step.fed and first.at >= lost_at:
+                        losses = 0
                     continue
                 if fault is not None:
                     stage, kind, message = fault
-                    if alone:
+                    if faulted:
                         raise StageError(f"{self} failed on stage {stage}: {message} ({kind}); close it and open another")
                     log.warning("%s failed on stage %d (%s: %s): replaying its tokens", self, stage, kind, message)
-                    alone = True
+                    faulted = True
                 elif (lost := _loss(first.work)) is not None:
-                    losses, alone = losses + 1, losses + 2 >= MOST_LOSSES
+                    losses, lost_at = losses + 1, first.at
                     if losses >= MOST_LOSSES and lost.by_itself:
                         raise StageError(
                             f"{self}: {losses} stages in a row were lost at this step, the last at no other: close it"
@@ -159,6 +169,25 @@ class Steps:
         self._cancelled = SessionCancelled(f"{self} was cancelled: close it")
         for sent in tuple(self._sent):
             sent.work.fail(self._cancelled)
+        if (asking := self._asking) is not None:
+            asking.fail(self._cancelled)
+
+    def ask(self, entry: Entry, arrays: list[Array], note: Note | None) -> work.Steps[Reply]:
+        """Sends an entry that is no step; what comes back.
+
+        Raises:
+            Rewired: a stage was lost meanwhile.
+            SessionCancelled: `cancel` was called.
+        """
+        asking = self._asking = Work(entry, arrays, self._pipe.step_timeout, note)
+        try:
+            if self._cancelled is not None:
+                raise self._cancelled
+            self._pipe.scheduler.submit(asking)
+            yield asking
+            return asking.result()
+        finally:
+            self._asking = None
 
     def __str__(self) -> str:
         return f"session {self._books.session}"

@@ -76,6 +76,9 @@ class FragileChain(LocalChain):
         self._lost = self._lost or error
         return self._lost
 
+    def give_up(self, error: StageError) -> None:
+        super().fail(error)
+
     def close(self) -> None:
         super().fail(StageError("this pipeline is closed: launch it again"))
         super().close()

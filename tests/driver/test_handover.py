@@ -24,7 +24,7 @@ from test_recovery import at_every_frame
 import memra_pp
 from memra_pp import aio
 from memra_pp.driver import handover, session_file
-from memra_pp.errors import AdmissionError, CacheError, InputError, StageError
+from memra_pp.errors import AdmissionError, CacheError, InputError, SessionCancelled, StageError
 
 __all__ = ["fragile"]
 
@@ -376,6 +376,183 @@ def test_a_stage_that_cannot_fill_a_session_ends_it(
         with pytest.raises(StageError, match="could not be handed over: stage 1"):
             pipe.import_session(io.BytesIO(file))
     assert_empty(pipe)
+
+
+DRAFTERS = ["right", "mostly right", "wrong", None]
+
+
+def drafting(text: list[int], start: int, kind: str | None) -> memra_pp.Draft | None:
+    """Drafts the text itself, or with a slip in every third place, or nonsense."""
+
+    def propose(tokens: list[int], k: int) -> list[int]:
+        ahead = text[len(tokens) - start :][:k]
+        if kind == "wrong":
+            return [(t + 1) % 61 for t in ahead]
+        return [(t + 1) % 61 if kind == "mostly right" and i % 3 == 2 else t for i, t in enumerate(ahead)]
+
+    return None if kind is None else memra_pp.Draft(k=4, by=propose)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("mode", ["replay", "states"])
+def test_a_text_that_is_left_anywhere_goes_on_right_there(pipe: memra_pp.Pipeline, kind: str | None, mode: Any) -> None:
+    """Left after any number of tokens, in the middle of a round too: with generate, by hand, or from a file."""
+    text = list(pipe.generate(PROMPT, max_new_tokens=30, sampling=GREEDY))
+    draft = drafting(text, len(PROMPT), kind)
+    for count in range(1, 9):
+        with pipe.open(PROMPT, max_new_tokens=40, speculate=4, snapshots=2, recurrent=mode) as session:
+            tokens = session.generate(30, GREEDY, draft)
+            made = [next(tokens) for _ in range(count)]
+            tokens.close()  # type: ignore[attr-defined]
+            assert session.tokens == [*PROMPT, *made[:-1]] and session._calls.sampled() == made[-1]
+            with pipe.import_session(exported(session)) as copy:
+                assert made + list(copy.generate(30 - count, GREEDY)) == text
+            made += session.generate(5, GREEDY, draft)
+            made += list(session.generate(1, GREEDY))
+            assert made == text[: count + 6]
+            assert_stands(session, [*PROMPT, *made], session.decode(made[-1])[None])
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_a_text_that_has_ended_stands_behind_its_last_token(pipe: memra_pp.Pipeline, kind: str | None) -> None:
+    """Wherever in a round it ends: not a row more is there than without drafts."""
+    text = list(pipe.generate(PROMPT, max_new_tokens=30, sampling=GREEDY))
+    for end in dict.fromkeys(text[:12]):
+        ending = memra_pp.SamplingParams(temperature=0, eos_ids=(end,))
+        with pipe.open(PROMPT, max_new_tokens=40, speculate=4) as session:
+            made = list(session.generate(30, ending, drafting(text, len(PROMPT), kind)))
+            assert made == text[: text.index(end)] and session.tokens == [*PROMPT, *made]
+            assert [*made, end, *session.generate(3, GREEDY)] == text[: len(made) + 4]
+
+
+def test_what_is_no_file_is_an_input_error(pipe: memra_pp.Pipeline, tmp_path: Path) -> None:
+    (tmp_path / "read only").write_bytes(b"x")
+    with pipe.open(PROMPT, max_new_tokens=9) as session, (tmp_path / "read only").open("rb") as unwritable:
+        session.prefill()
+        closed = io.BytesIO()
+        closed.close()
+        for target in (None, 5, io.StringIO(), closed, unwritable, "a\0b", "\ud800", tmp_path, "/dev/full", "/proc/x"):
+            with pytest.raises(InputError, match="cannot be written"):
+                session.export(target)  # type: ignore[arg-type]
+        with open("/dev/full", "wb", buffering=0) as full, pytest.raises(InputError, match="No space left"):
+            session.export(full)  # type: ignore[arg-type]
+        for source in (None, 5, io.StringIO("text"), closed, "a\0b", tmp_path):
+            with pytest.raises(InputError, match=r"cannot be read|binary file|it was cut"):
+                pipe.import_session(source)  # type: ignore[arg-type]
+        link = tmp_path / "link"
+        link.symlink_to(tmp_path / "behind it")
+        session.export(link)
+        assert link.is_symlink() and (tmp_path / "behind it").stat().st_size > 100
+        session.export("/dev/null")
+        assert Path("/dev/null").is_char_device()
+        assert_stands(session, [*PROMPT, 1], session.decode(1)[None])
+
+
+def test_a_file_may_hold_more_before_the_session_and_take_little_at_a_time(pipe: memra_pp.Pipeline, tmp_path: Path) -> None:
+    class Sips(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data)[:1000])
+
+    with pipe.open(PROMPT, max_new_tokens=9) as session:
+        session.prefill()
+        with Sips(tmp_path / "sips", "w+") as file:
+            file.write(b"before")
+            session.export(file)  # type: ignore[arg-type]
+            file.seek(6)
+            with pipe.import_session(file) as copy:  # type: ignore[arg-type]
+                assert_stands(copy, PROMPT)
+
+
+def test_parking_and_closing_in_any_order_leaves_no_bytes(pipe: memra_pp.Pipeline) -> None:
+    session = pipe.open(PROMPT, max_new_tokens=9)
+    session.prefill()
+    session.park()
+    session.close()
+    with pytest.raises(InputError, match="closed"):
+        session.unpark()
+    assert_empty(pipe)
+
+
+def test_one_unparks_at_a_time(pipe: memra_pp.Pipeline) -> None:
+    with pipe.open(PROMPT, max_new_tokens=9) as session:
+        session.prefill()
+        session.park()
+        told: list[str] = []
+
+        def unpark() -> None:
+            try:
+                session.unpark()
+            except InputError as error:
+                told.append(str(error))
+
+        threads = [threading.Thread(target=unpark) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(told) == 7 and all("not parked" in text or "another call" in text for text in told)
+        assert_stands(session, [*PROMPT, 4], session.decode(4)[None])
+
+
+def test_a_fault_while_a_session_is_unparked_leaves_it_parked(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pipe.open(PROMPT, max_new_tokens=9) as session:
+        session.prefill()
+        session.park()
+        with monkeypatch.context() as patch:
+            patch.setattr(chain(pipe)._workers[1].device, "store", lambda *args: 1 // 0)
+            with pytest.raises(StageError, match="could not be handed over"):
+                session.unpark()
+        assert_empty(pipe)
+        session.unpark()
+        assert_stands(session, [*PROMPT, 4], session.decode(4)[None])
+
+
+def test_cancel_ends_an_export(pipe: memra_pp.Pipeline) -> None:
+    class Cancels(io.BytesIO):
+        def write(self, data: Any) -> int:
+            session.cancel()
+            return super().write(data)
+
+    session = pipe.open(PROMPT, max_new_tokens=9)
+    session.prefill()
+    with pytest.raises(SessionCancelled):
+        session.export(Cancels())
+    session.close()
+    assert_empty(pipe)
+
+
+def test_tasks_that_wait_to_unpark_hold_up_nobody() -> None:
+    """More of them than there are threads, and they wait for what one of them is to give back."""
+    import asyncio
+
+    data = Path(__file__).parents[1] / "data" / "hybrid"
+
+    async def crowd() -> None:
+        async with aio.launch(data, stages=2, backend="local", budget_bytes=200_000) as pipe:
+            parked = []
+            for _ in range(40):
+                parked.append(await pipe.open(PROMPT, max_new_tokens=80, timeout=1))
+                await parked[-1].prefill()
+                await parked[-1].park()
+            holder = await pipe.open(PROMPT, max_new_tokens=80, timeout=1)
+
+            async def turn(session: aio.Session) -> None:
+                await session.unpark(60)
+                await session.decode(4)
+                await session.close()
+
+            turns = [asyncio.create_task(turn(session)) for session in parked]
+            waits = asyncio.create_task(pipe.import_session(io.BytesIO(), timeout=60).__aenter__())
+            await asyncio.sleep(0)
+            await holder.close()
+            turns[-1].cancel()
+            done = await asyncio.gather(*turns, waits, return_exceptions=True)
+            assert [type(one) for one in done[:-2]] == [type(None)] * 39 and isinstance(done[-1], InputError)
+            await parked[-1].close()
+            stats = await pipe.stats()
+            assert stats["sessions"] == 0 and stats["admission"]["waiting"] == 0
+
+    asyncio.run(crowd())
 
 
 def test_tasks_hand_over_too(tmp_path: Path) -> None:

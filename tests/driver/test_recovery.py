@@ -357,6 +357,37 @@ def test_a_step_that_stages_die_of_ends_its_session_and_no_other(pipe: memra_pp.
     assert made == expected and chain(pipe).recoveries == 3
 
 
+def test_losses_far_apart_in_a_long_prefill_are_not_its_fault(pipe: memra_pp.Pipeline) -> None:
+    tokens = some_tokens(200)
+    with plain(pipe, tokens) as (_, rows), pipe.open(tokens, max_new_tokens=8) as session:
+        for at in (3, 15, 35):
+            chain(pipe).lose_at(at, 1)
+        np.testing.assert_array_equal(session.prefill(), rows[-1])
+        assert chain(pipe).recoveries == 3
+
+
+def test_an_error_of_any_kind_in_a_recovery_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with launch_tiny("hybrid", stages=STAGES) as pipe:
+        session, other = pipe.open(PROMPT, max_new_tokens=9), pipe.open(PROMPT, max_new_tokens=9)
+        session.prefill(), other.prefill()
+
+        def out_of_files(*args: Any) -> None:
+            raise OSError("too many open files")
+
+        monkeypatch.setattr(chain(pipe), "rewire", out_of_files)
+        chain(pipe).lose_at(0, 1)
+
+        async def waits() -> None:
+            with pytest.raises(StageError, match="too many open files"):
+                await asyncio.wait_for(aio.Session(pipe, session).decode(5), WAIT_S)
+
+        asyncio.run(waits())
+        assert pipe.health()["state"] == "failed"
+        with pytest.raises(StageError, match="too many open files"):
+            other.decode(5)
+        session.close(), other.close()
+
+
 def test_only_steps_are_told_that_they_are_lost(pipe: memra_pp.Pipeline) -> None:
     list(pipe.generate(PROMPT, max_new_tokens=3, sampling=GREEDY))
     assert {op for ops in chain(pipe).log for op in ops} == {OPEN, STEP, CLOSE}

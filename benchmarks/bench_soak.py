@@ -74,12 +74,16 @@ class Soak:
         self._threads.shutdown()
         self._closers.shutdown()
 
+    @property
+    def _going(self) -> bool:
+        return time.monotonic() < self._until and not self._pipe.chain.failed
+
     def _thread(self, rng: random.Random, loop: asyncio.AbstractEventLoop) -> None:
-        while time.monotonic() < self._until:
+        while self._going:
             self._in_thread(self._life(rng, (*STRUCK, *LEFT), loop), loop)
 
     async def _task(self, rng: random.Random, loop: asyncio.AbstractEventLoop) -> None:
-        while time.monotonic() < self._until:
+        while self._going:
             life = self._life(rng, (*STRUCK, *LEFT, KILLED), loop)
             task = asyncio.create_task(self._in_task(life))
             if life.how == KILLED:

@@ -197,8 +197,8 @@ def fingerprint(model: Path, cfg: ModelConfig) -> str:
 def to_write(target: str | os.PathLike[str] | BinaryIO) -> Iterator[BinaryIO]:
     """A file to write, which can be sought.
 
-    What is at a path is replaced once the new file is whole and on the disk; else it stays. What is no plain file, or cannot be
-    sought, is written at the end.
+    What is at a path is replaced once the new file is whole and on the disk; else it stays. What cannot be sought is written at
+    the end.
 
     Raises:
         InputError: it cannot be written: a full disk, no such folder, nothing that is a file.
@@ -206,10 +206,10 @@ def to_write(target: str | os.PathLike[str] | BinaryIO) -> Iterator[BinaryIO]:
     with _as_input_errors("written"), contextlib.ExitStack() as stack:
         if isinstance(target, str | os.PathLike):
             path = Path(os.path.realpath(target))
-            if path.is_file() or not path.exists():
-                yield stack.enter_context(_replacing(path))
-                return
-            target = stack.enter_context(path.open("wb"))
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{path} is no plain file: open it, and pass that")
+            yield stack.enter_context(_replacing(path))
+            return
         if target.seekable():
             yield target
             return

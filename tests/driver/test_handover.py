@@ -443,7 +443,10 @@ def test_what_is_no_file_is_an_input_error(pipe: memra_pp.Pipeline, tmp_path: Pa
         link.symlink_to(tmp_path / "behind it")
         session.export(link)
         assert link.is_symlink() and (tmp_path / "behind it").stat().st_size > 100
-        session.export("/dev/null")
+        os.mkfifo(tmp_path / "fifo")
+        for special in ("/dev/null", tmp_path / "fifo"):
+            with pytest.raises(InputError, match="no plain file"):
+                session.export(special)
         assert Path("/dev/null").is_char_device()
         assert_stands(session, [*PROMPT, 1], session.decode(1)[None])
 

@@ -36,6 +36,7 @@ _SANITIZERS = {
     "address": ("-fsanitize=address", "-fsanitize-sections=fibers_shared"),
     "undefined": ("-fsanitize=undefined,float-cast-overflow", "-fno-sanitize-recover=all"),
 }
+_SANITIZERS["both"] = _SANITIZERS["address"] + _SANITIZERS["undefined"]
 _KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(\w+)\s*\(')
 _ONE_AT_A_TIME = threading.Lock()
 
@@ -56,8 +57,8 @@ def build(
 ) -> Path:
     """Compiles `sources_dir/kernels.cu` with every kernel exported, and returns the library in `out_dir`.
 
-    What has been built of the same sources and options is returned as it is. `sanitize` is "address" or "undefined": only a
-    process with `sanitizer_environment` can load such a library. `ucontext` chooses the portable switch of stacks. Raises
+    What has been built of the same sources and options is returned as it is. `sanitize` is "address", "undefined" or "both": only
+    a process with `sanitizer_environment` can load such a library. `ucontext` chooses the portable switch of stacks. Raises
     `KernelError` with the compiler's words.
     """
     defines = tuple(defines)
@@ -83,7 +84,9 @@ def sanitizer_environment(sanitize: str) -> dict[str, str]:
     if sanitize == "undefined":
         return {**os.environ, "UBSAN_OPTIONS": "print_stacktrace=1"}
     # Its allocator has to be the process's from the start; what Python leaves behind at its end is not a finding.
-    return {**os.environ, "LD_PRELOAD": _compile("-print-file-name=libasan.so").strip(), "ASAN_OPTIONS": "detect_leaks=0"}
+    preload = _compile("-print-file-name=libasan.so").strip()
+    options = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
+    return {**os.environ, "LD_PRELOAD": preload, **options}
 
 
 class Kernels:

@@ -15,7 +15,8 @@ from memra_pp.kernels.cuda import gpu
 from memra_pp.stage.worker import RESERVE_BYTES
 
 GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())
-FREE = 1 << 30
+FREE = 320 << 20
+"""Of each GPU: what is left alone, twice, and some megabytes."""
 PROMPTS = [[7, 3, 99, 4], [5] * 40, [201, 9]]
 
 

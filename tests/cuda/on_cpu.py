@@ -57,9 +57,9 @@ def build(
 ) -> Path:
     """Compiles `sources_dir/kernels.cu` with every kernel exported, and returns the library in `out_dir`.
 
-    What has been built of the same sources and options is returned as it is. `sanitize` is "address", "undefined" or "both": only
-    a process with `sanitizer_environment` can load such a library. `ucontext` chooses the portable switch of stacks. Raises
-    `KernelError` with the compiler's words.
+    What has been built of the same sources and options is returned as it is. `sanitize` is "address", "undefined" or "both":
+    only a process with `sanitizer_environment` can load such a library. `ucontext` chooses the portable switch of stacks.
+    Raises `KernelError` with the compiler's words.
     """
     defines = tuple(defines)
     exports = "".join(f"FIBERS_EXPORT({name})\n" for name in kernel_names(sources_dir, defines))

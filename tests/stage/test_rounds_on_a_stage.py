@@ -236,7 +236,7 @@ def test_a_late_reset_is_refused(pipe: memra_pp.Pipeline) -> None:
     with pipe.open(IDS[:12], max_new_tokens=40) as s:
         s.prefill()
         books = s._calls.books
-        pipe.run(s._calls._steps._reset(SimpleNamespace(stood=books.plan.pos, held=tuple(books.slots))))
+        pipe.run(s._calls._steps._restart(SimpleNamespace(stood=books.plan.pos, held=tuple(books.slots))))
         reset = tape.frames[-1]
         assert reset[0].entries[0].op == RESET
         row, newest = s.decode(IDS[12]), next(pipe.scheduler._ids)

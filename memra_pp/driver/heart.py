@@ -134,7 +134,7 @@ class Heart:
 
     def _ping(self) -> None:
         for stage in sorted(key.data for key in self._selector.get_map().values()):
-            if (self._unanswered[stage] + 1) * self._beat_s > self._silence_s:
+            if (self._unanswered[stage] + 1) * self._beat_s >= self._silence_s:
                 self._lost(stage, f"silent for {self._silence_s:.0f} s", silent=True)
                 continue
             self._unanswered[stage] += 1

@@ -20,7 +20,7 @@ from memra_pp.cache import KvPolicy
 from memra_pp.config import KvPlan, ModelConfig
 from memra_pp.driver import heart, lane_chain
 from memra_pp.driver.batcher import Batcher
-from memra_pp.driver.lane_chain import Ends, LaneChain
+from memra_pp.driver.lane_chain import Ends, LaneChain, Recovery
 from memra_pp.driver.scheduler import Scheduler
 from memra_pp.driver.work import Work
 from memra_pp.errors import StageError
@@ -93,6 +93,7 @@ class Stages:
             Ends(out, back, control),
             autopsy,
             self.on_close,
+            Recovery(silence_s=WAIT_S),  # a stage that starts is not silent
         )
         self.scheduler = Scheduler(self.chain, Batcher(STAGES, 64, 1 << 20))
         self.roundtrip(Entry(PING, 0, 0, 1), [], WAIT_S)
@@ -175,7 +176,7 @@ def test_a_step_blocked_while_a_stage_dies_raises_an_error_that_names_it(stages,
 
 
 def test_a_stage_stopped_in_a_step_is_named_by_its_silence(stages):
-    stages.chain._heart._silence_s = 1.0  # a stage that starts is not silent
+    stages.chain._heart._silence_s = 1.0
     os.kill(stages.processes[1].pid, signal.SIGSTOP)
     with pytest.raises(StageError, match=r"stage 1 .*is gone: silent"):
         echo(stages, 1)

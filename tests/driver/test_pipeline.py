@@ -108,7 +108,7 @@ def test_bad_tokens_and_calls_out_of_order_change_nothing(pipe: memra_pp.Pipelin
                 call(argument)  # type: ignore[operator]
         with pytest.raises(InputError, match="already"):
             session.prefill()
-        with pytest.raises(InputError, match="already"):
+        with pytest.raises(InputError, match="nothing was sampled"):
             next(session.generate(1))
         with pytest.raises(CapacityExceeded, match="max_new_tokens"):
             session.extend([1] * 200)

@@ -20,9 +20,11 @@ HOME = "MEMRA_RAY_HOME"
 """The environment variable that the processes of a Ray, started in a directory, inherit."""
 RAYS = (b"ray::", b"/ray/")
 """What the command of a process of Ray's has in it."""
-CLEAN_S = 10.0
+CLEAN_S = 30.0
 EXIT_S = 5.0
 LOOK_S = 0.05
+QUIET_LOOKS = 20
+"""So many looks that find nobody in a row are the end: one that is just being started may not be seen by a single one."""
 
 
 class Janitor:
@@ -72,8 +74,10 @@ janitor = Janitor()
 
 def clean(path: str) -> None:
     """Ends the Ray that was started in a directory, and removes it."""
-    deadline = time.monotonic() + CLEAN_S
-    while (pids := _started_in(path)) and time.monotonic() < deadline:
+    deadline, quiet = time.monotonic() + CLEAN_S, 0
+    while quiet < QUIET_LOOKS and time.monotonic() < deadline:
+        pids = _started_in(path)
+        quiet = 0 if pids else quiet + 1
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -84,15 +88,22 @@ def clean(path: str) -> None:
 
 def _started_in(path: str) -> list[int]:
     """Ray's processes there that are alive: what a user has started meanwhile inherits the variable too, and is no Ray."""
-    mark, found = f"{HOME}={path}\0".encode(), []
+    found = []
     for proc in Path("/proc").iterdir():
-        if not proc.name.isdigit():
-            continue
         with contextlib.suppress(OSError):
-            started, command = mark in (proc / "environ").read_bytes(), (proc / "cmdline").read_bytes()
-            if started and any(name in command for name in RAYS):
+            if proc.name.isdigit() and _belongs(proc, path):
                 found.append(int(proc.name))
     return found
+
+
+def _belongs(proc: Path, path: str) -> bool:
+    """By what it has inherited, or, where its title has been written over that, by where its output goes."""
+    command = (proc / "cmdline").read_bytes()
+    if not any(name in command for name in RAYS):
+        return False
+    if f"{HOME}={path}\0".encode() in (proc / "environ").read_bytes():
+        return True
+    return any(os.readlink(proc / "fd" / fd).startswith(path + "/") for fd in ("1", "2"))
 
 
 def main() -> None:

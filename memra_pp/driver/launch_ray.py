@@ -98,7 +98,7 @@ class RayStages:
             self._acquired = True
         self._start(self._stages)
         self._load(self._stages)
-        self._devices, self._homes = pooled(self._each("share", self._stages, WIRE_S))
+        self._devices, self._homes = pooled(self._results([stage.actor.share.remote() for stage in self._stages], WIRE_S))
         self._require_together()
         self._reserve(self._stages)
         self._progress("wiring the stages", self._steps - 1, self._steps)
@@ -292,9 +292,6 @@ class RayStages:
         lane = connect(address, role, self._key, WIRE_S, peer)
         self._lanes.append(lane)
         return lane
-
-    def _each(self, method: str, stages: Sequence[_Stage], timeout: float) -> list[Any]:
-        return self._results([getattr(stage.actor, method).remote() for stage in stages], timeout)
 
     def _results(self, refs: list[Any], timeout: float, progress: Callable[[int], None] = lambda done: None) -> list[Any]:
         """The results of Ray calls, with a stage's own error as it was raised there."""

@@ -97,11 +97,8 @@ class Writer:
         self._hash = hashlib.blake2b(digest_size=SUM)
 
     def _write(self, data: bytes | memoryview) -> None:
-        """All of it: a file without a buffer may take less at a time."""
-        left = memoryview(data)
         with _as_input_errors("written"):
-            while len(left):
-                left = left[self._out.write(left) :]
+            _write_all(self._out, data)
 
 
 class Reader:
@@ -217,9 +214,7 @@ def to_write(target: str | os.PathLike[str] | BinaryIO) -> Iterator[BinaryIO]:
         yield copy
         copy.seek(0)
         for block in iter(lambda: copy.read(BLOCK), b""):
-            left = memoryview(block)
-            while len(left):
-                left = left[target.write(left) :]
+            _write_all(target, block)
 
 
 @contextlib.contextmanager
@@ -269,6 +264,13 @@ def _as_input_errors(done: str) -> Iterator[None]:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
         raise InputError(f"the session's file cannot be {done} ({why}): pass a path, or a binary file, with room") from error
+
+
+def _write_all(out: BinaryIO, data: bytes | memoryview) -> None:
+    """A file without a buffer may take less than it is given at a time."""
+    left = memoryview(data)
+    while len(left):
+        left = left[out.write(left) :]
 
 
 def _sum(data: bytes) -> bytes:

@@ -132,25 +132,24 @@ class Steps:
                     continue
                 yield sent[0].work
                 first, reply = sent[0], _reply(sent[0].work)
-                fault = None if reply is None else reply.fault
-                if reply is not None and fault is None:
+                if isinstance(reply, Reply) and reply.fault is None:
                     sent.popleft()
                     answers = _answers(reply, asked.get("want", LOGITS), taps, len(first.step.fed))
                     if first.step.fed and first.at >= lost_at:
                         losses = 0
                     continue
-                if fault is not None:
-                    stage, kind, message = fault
+                if isinstance(reply, Rewired):
+                    losses, lost_at = losses + 1, first.at
+                    if losses >= MOST_LOSSES and reply.by_itself:
+                        raise StageError(
+                            f"{self}: {losses} stages in a row were lost at this step, the last at no other: close it"
+                        )
+                elif reply.fault is not None:
+                    stage, kind, message = reply.fault
                     if faulted:
                         raise StageError(f"{self} failed on stage {stage}: {message} ({kind}); close it and open another")
                     log.warning("%s failed on stage %d (%s: %s): replaying its tokens", self, stage, kind, message)
                     faulted = True
-                elif (lost := _loss(first.work)) is not None:
-                    losses, lost_at = losses + 1, first.at
-                    if losses >= MOST_LOSSES and lost.by_itself:
-                        raise StageError(
-                            f"{self}: {losses} stages in a row were lost at this step, the last at no other: close it"
-                        )
                 yield from self._restart(first.step)
                 at, final = first.at, False
             self.failed = False
@@ -242,16 +241,16 @@ class Steps:
         books, pipe, rewired = self._books, self._pipe, False
         while self._sent:
             yield self._sent[0].work
-            rewired |= _reply(self._sent.popleft().work) is None
+            rewired |= isinstance(_reply(self._sent.popleft().work), Rewired)
         if not rewired:
             reset = Work(Entry(RESET, books.session, books.seq, books.epoch), [], pipe.step_timeout)
             pipe.scheduler.submit(reset)
             yield reset
             reply = _reply(reset)
-            if reply is not None and reply.fault is not None:
+            rewired = isinstance(reply, Rewired)
+            if isinstance(reply, Reply) and reply.fault is not None:
                 stage, _, message = reply.fault
                 raise StageError(f"{self} could not be reset on stage {stage}: {message}; close it and open another")
-            rewired = reply is None
         books.restart(lost, *((pipe.chain.epoch, 1) if rewired else (books.epoch, books.seq + 1)))
         pipe.count(rebuilds=1)
 
@@ -262,21 +261,12 @@ class Steps:
         self._sent.clear()
 
 
-def _loss(sent: Work) -> Rewired | None:
-    """What is known of an entry that was lost."""
-    try:
-        sent.result()
-    except Rewired as lost:
-        return lost
-    return None
-
-
-def _reply(sent: Work) -> Reply | None:
-    """What came back; None if it was lost, and the stages were wired anew."""
+def _reply(sent: Work) -> Reply | Rewired:
+    """What came back, or that it was lost and the stages were wired anew."""
     try:
         return sent.result()
-    except Rewired:
-        return None
+    except Rewired as lost:
+        return lost
 
 
 def _answers(reply: Reply, want: int, taps: DflashTapSink | None, rows: int) -> Array:

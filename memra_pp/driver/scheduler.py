@@ -213,11 +213,14 @@ class Scheduler:
                 work.fail(InputError(f"this step cannot be sent: {error}"))
 
     def _hand_out(self, frame: Frame) -> None:
-        flight = self._flying.pop(frame.id, None)
+        flight = self._flying.get(frame.id)
         if flight is None:
             raise StageError(f"frame {frame.id} came back and was not on its way: launch the pipeline again")
+        if (first := next(iter(self._flying))) != frame.id:  # opens and closes are written down in the order of frames
+            raise StageError(f"frame {frame.id} came back before frame {first}, which is lost")
         if frame.hops != self._chain.stages:
             raise StageError(f"{frame.hops} of {self._chain.stages} stages applied frame {frame.id}: launch the pipeline again")
+        del self._flying[frame.id]
         self._batcher.back(flight.works, frame.slowest / 1e6, time.monotonic())
         for work, reply in zip(flight.works, replies(frame), strict=True):
             if work.entry.op and reply.fault is None:

@@ -13,6 +13,7 @@ from typing import Any
 from ..admission import Device, pooled
 from ..errors import StageError
 from ..stage.frames import Frame
+from ..stage.spec import StageSpec
 from ..stage.worker import StageWorker
 
 Progress = Callable[[str, int, int], None]
@@ -34,12 +35,12 @@ def health(state: str, cause: StageError | None, chain: Chain, last: dict[str, A
 class Chain(ABC):
     """The stages in order. Frames come back in the order in which they were sent.
 
-    One thread sends and receives, the scheduler's; `wake` and what follows it may be called from any. `devices` are what the
-    stages run on, and `homes` the device of each, by index (see `pooled`).
+    One thread sends and receives, the scheduler's; `wake` and what follows it may be called from any. `specs` are the stages,
+    `devices` what they run on, and `homes` the device of each, by index (see `pooled`).
     """
 
-    def __init__(self, devices: Sequence[Device], homes: Sequence[int]) -> None:
-        self.devices, self.homes = tuple(devices), tuple(homes)
+    def __init__(self, specs: Sequence[StageSpec], devices: Sequence[Device], homes: Sequence[int]) -> None:
+        self.specs, self.devices, self.homes = tuple(specs), tuple(devices), tuple(homes)
         self.stages = len(homes)
         self.epoch = 1
         self.traversals = self.recoveries = 0
@@ -123,7 +124,7 @@ class LocalChain(Chain):
     """Stages in this process: a frame passes them all while it is sent."""
 
     def __init__(self, workers: Sequence[StageWorker]) -> None:
-        super().__init__(*pooled([worker.share() for worker in workers]))
+        super().__init__([worker.spec for worker in workers], *pooled([worker.share() for worker in workers]))
         self._workers = list(workers)
         self._back: deque[Frame] = deque()
         self._bell = threading.Lock()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..admission import Device, SessionShape, WorkTimes, best_fence, fence_by_time
 from ..admission.planner import Setup
@@ -15,15 +15,18 @@ from ..cache import KvPolicy
 from ..config import ModelConfig, WeightBytes, estimate_weight_bytes, read_weight_bytes
 from ..config.fence import Fence, even_fence, fence_from_cuts, fence_from_env
 from ..errors import ConfigError
-from ..kernels.cpu import available_bytes
 from ..models.parts import Forward, head_tensor
 from ..models.protocol import StageModel
 from ..models.weights import open_weights
+from ..stage.spec import StageSpec
 from ..stage.worker import RESERVE_BYTES
 from .chain import Progress
 from .layer_times import WorkKind, measure_layers
 
 log = logging.getLogger(__name__)
+
+Refence: TypeAlias = Callable[[Sequence[int]], Fence]
+"""The fence for stages that have so many bytes free each."""
 
 
 def fence_for(cfg: ModelConfig, stages: int | None, cuts: Sequence[int] | None) -> Fence:
@@ -44,32 +47,48 @@ def fence_for(cfg: ModelConfig, stages: int | None, cuts: Sequence[int] | None) 
     return fence_from_env(cfg, os.environ) or even_fence(cfg, 1)
 
 
-def fence_by_bytes(
+def fence_by_budgets(cfg: ModelConfig, policy: KvPolicy, budgets: Sequence[int], max_ctx: int) -> Fence:
+    """The fence under which the most sessions of `max_ctx` rows fit, of `budgets` bytes for them on each stage.
+
+    Raises:
+        ConfigError: the model cannot be cut into so many stages.
+    """
+    return best_fence(cfg, policy, SessionShape(max_ctx), _stages(budgets))
+
+
+def fence_by_memory(
     cfg: ModelConfig,
     policy: KvPolicy,
     path: Path,
     model: type[StageModel],
-    budgets: Sequence[int | None],
     max_ctx: int,
     max_rows: int,
+    memory: Sequence[int],
 ) -> Fence:
-    """The fence under which the most sessions of `max_ctx` rows fit.
+    """The fence under which the most sessions of `max_ctx` rows fit, with weights and workspace beside them.
 
     Args:
-        budgets: each stage's bytes for sessions; None: this machine's free memory, shared evenly, less weights and workspace.
         max_rows: most rows of a step.
+        memory: bytes that are free for each stage before anything is loaded. They may differ.
 
     Raises:
         ConfigError: the model cannot be cut into so many stages, or its weights cannot be told from its files.
     """
     shape = SessionShape(max_ctx)
-    given = [Device(f"stage {s}", budget) for s, budget in enumerate(budgets) if budget is not None]
-    if len(given) == len(budgets):
-        return best_fence(cfg, policy, shape, given)
-    share = available_bytes() // len(budgets)
-    memory = tuple(Device(f"stage {s}", share) for s in range(len(budgets)))
-    setup = Setup(cfg, memory, shape, policy, _weights(cfg, path, model), RESERVE_BYTES, max_rows)
+    setup = Setup(cfg, tuple(_stages(memory)), shape, policy, _weights(cfg, path, model), RESERVE_BYTES, max_rows)
     return best_fence(cfg, policy, shape, setup.budgets, setup.weights)
+
+
+def refenced(specs: Sequence[StageSpec], free: Sequence[int], by_memory: Refence | None) -> list[StageSpec]:
+    """Stages cut for what their devices have free, in bytes, each its share of it; as they are, if no cut waits for that."""
+    if by_memory is None:
+        return list(specs)
+    fence = by_memory([nbytes // spec.share for spec, nbytes in zip(specs, free, strict=True)])
+    return [replace(spec, fence=fence) for spec in specs]
+
+
+def _stages(each: Sequence[int]) -> list[Device]:
+    return [Device(f"stage {s}", nbytes) for s, nbytes in enumerate(each)]
 
 
 def cut_by_time(

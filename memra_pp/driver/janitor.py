@@ -76,7 +76,7 @@ def clean(path: str) -> None:
     """Ends the Ray that was started in a directory, and removes it."""
     deadline, quiet = time.monotonic() + CLEAN_S, 0
     while quiet < QUIET_LOOKS and time.monotonic() < deadline:
-        pids = _started_in(path)
+        pids = started_in(path)
         quiet = 0 if pids else quiet + 1
         for pid in pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -86,7 +86,7 @@ def clean(path: str) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _started_in(path: str) -> list[int]:
+def started_in(path: str) -> list[int]:
     """Ray's processes there that are alive: what a user has started meanwhile inherits the variable too, and is no Ray."""
     found = []
     for proc in Path("/proc").iterdir():

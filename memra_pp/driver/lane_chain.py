@@ -72,8 +72,7 @@ class LaneChain(Chain):
         recovery: Recovery | None = None,
         rewire: Rewire | None = None,
     ) -> None:
-        super().__init__(devices, homes)
-        self._specs = list(specs)
+        super().__init__(specs, devices, homes)
         self._autopsy, self._on_close = autopsy, on_close
         self._recovery, self._rewire = recovery or Recovery(), rewire
         self._recovered: deque[float] = deque()
@@ -219,7 +218,7 @@ class LaneChain(Chain):
         if silent:
             self._silent.add(stage)
         found = self._findings()
-        spec = self._specs[stage]
+        spec = self.specs[stage]
         self.fail(StageError(f"{spec} on {spec.device} is gone: {cause}" + (f" ({found})" if found else "")))
 
     def _findings(self) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,13 +16,13 @@ from ..cache.formats import resolved
 from ..config import ModelConfig
 from ..config.fence import nearest_even_fence
 from ..errors import ConfigError, checked_int, require
-from ..kernels.devices import kind_of, require_gpus
+from ..kernels.devices import free_bytes, kind_of, require_gpus
 from ..models import stage_model_for
 from ..models.protocol import StageModel
 from ..stage.spec import StageSpec
 from ..stage.worker import StageWorker
 from .chain import Chain, LocalChain, Progress
-from .cut import cut_by_time, fence_by_bytes, fence_for
+from .cut import Refence, cut_by_time, fence_by_budgets, fence_by_memory, fence_for, refenced
 from .heart import DEATH_S
 from .lane_chain import Recovery
 from .layer_times import WorkKind
@@ -34,6 +35,7 @@ MAX_BUDGET = 1 << 50
 MAX_STEP_S = 86400.0
 RECOVERIES, MAX_RECOVERIES = 3, 1 << 20
 PREFILL_CHUNK = 512
+PLACEMENT_S = 10.0
 Backend = Literal["ray", "local"]
 Balance = Literal["even", "bytes", "time", "time:decode", "time:prefill"]
 TIMED: Mapping[str, WorkKind] = {"time": "decode", "time:decode": "decode", "time:prefill": "prefill"}
@@ -59,6 +61,7 @@ def launch(
     step_timeout: float = STEP_S,
     silence_timeout: float = DEATH_S,
     recoveries: int = RECOVERIES,
+    placement_timeout: float = PLACEMENT_S,
     stage_model: type[StageModel] | None = None,
     progress: Progress | None = None,
 ) -> Pipeline:
@@ -70,7 +73,8 @@ def launch(
             neither, `MEMRA_PP_STAGES`, `MEMRA_PP_SPLITS` or `MEMRA_PP_SPLIT`, else one stage.
         balance: how `stages` are cut: `even`; `bytes`, where the most sessions of `max_ctx` rows fit beside the weights; or
             `time:decode` (`time` for short) or `time:prefill`, where the slowest stage takes the least time for such a step.
-            That is measured first, here, in some seconds, a layer at a time (see `measure_layers`), and told by `stats()`.
+            That is measured first, here, in some seconds, a layer at a time (see `measure_layers`), and told by `stats()`. For
+            `bytes` without `budget_bytes` every device is asked what it has free, where Ray has placed the stages.
         devices: a name a stage, `cpu`, `cpu:N`, `cuda` or `cuda:N`; stages that name the same `cpu` share its bytes, those of
             one GPU divide them, and each has a stream of its own. `cpu` or `cuda`: one of that kind for each stage. `auto`: the
             names in `MEMRA_PP_DEVICES`, separated by commas, else `cpu`.
@@ -78,9 +82,9 @@ def launch(
         policy: K/V formats and ring switch (default: from the environment, once, here).
         mtp: keep cache for MTP/NextN blocks, on the last stage.
         max_ctx: longest context of a session, in tokens (default and limit: the model's own).
-        threads: kernel threads a stage (default: the machine's cores shared among the stages).
+        threads: kernel threads a stage (default: its machine's cores, shared among the stages there).
         budget_bytes: bytes a stage's caches may take, one number or one a stage (default: what is free after loading, shared
-            among the stages); a device that stages share has their sum.
+            among the stages of the machine or the GPU); a device that stages share has their sum.
         default_max_new_tokens: what a session is charged for that does not say how many tokens it wants.
         bypass: how many later sessions may be opened before one that waits for bytes (0: strictly first come, first served).
         tenant_share: the part of every device that one tenant's sessions may hold, above 0 and up to 1 (default: no cap).
@@ -89,6 +93,7 @@ def launch(
         silence_timeout: seconds without a sign of life after which a stage is taken for dead.
         recoveries: how many times within five minutes a lost stage may be replaced; sessions go on then as if nothing had been.
             0: never, the pipeline fails. Stages of the `local` backend are never replaced.
+        placement_timeout: seconds that a Ray cluster may take to have room for the stages; more where it adds nodes by itself.
         stage_model: your own `StageModel` class (default: the reference forward of the model's architecture).
         progress: called with a short text and the steps done and to do, as stages come up.
 
@@ -108,11 +113,16 @@ def launch(
     n = len(fence) - 1
     names, budgets = _device_names(devices, n), _budgets(budget_bytes, n)
     chosen = stage_model_for(cfg) if stage_model is None else stage_model
-    _check_measurable(balance, names, budgets)
+    _check_measurable(balance, names)
+    by_memory: Refence | None = None
     if balance == "bytes":
         require(len(set(names)) == n, ConfigError, "devices", names, "one of its own for every stage, to balance bytes")
-        fence = fence_by_bytes(cfg, policy, path, chosen, budgets, max_ctx, prefill_chunk)
-    threads = checked_int(ConfigError, "threads", max(1, (os.cpu_count() or 1) // n) if threads is None else threads, 1, 256)
+        given = [budget for budget in budgets if budget is not None]
+        if len(given) == n:
+            fence = fence_by_budgets(cfg, policy, given, max_ctx)
+        else:
+            by_memory = partial(fence_by_memory, cfg, policy, path, chosen, max_ctx, prefill_chunk)
+    threads = 0 if threads is None else checked_int(ConfigError, "threads", threads, 1, 256)
     most = default_max_new_tokens
     default_max_new_tokens = checked_int(ConfigError, "default_max_new_tokens", most, 1, sys.maxsize)
     bypass = checked_int(ConfigError, "bypass", bypass, 0, MAX_BYPASS)
@@ -122,12 +132,15 @@ def launch(
     require(timed, ConfigError, "step_timeout", step_timeout, f"more than 0 and at most {MAX_STEP_S} seconds")
     heard = isinstance(silence_timeout, (int, float)) and 1 <= silence_timeout <= MAX_STEP_S
     require(heard, ConfigError, "silence_timeout", silence_timeout, f"1 to {MAX_STEP_S} seconds")
+    placed = isinstance(placement_timeout, (int, float)) and 0 < placement_timeout <= MAX_STEP_S
+    require(placed, ConfigError, "placement_timeout", placement_timeout, f"more than 0 and at most {MAX_STEP_S} seconds")
     recovery = Recovery(checked_int(ConfigError, "recoveries", recoveries, 0, MAX_RECOVERIES), silence_timeout)
     progress = progress or (lambda text, done, of: None)
     told = cuts is not None or (balance == "even" and fence != nearest_even_fence(cfg, n))
     cut: dict[str, Any] = {"by": "cuts" if told else balance}
     if balance in TIMED:
-        fence, cut = cut_by_time(cfg, policy, path, chosen, n, TIMED[balance], threads, prefill_chunk, progress)
+        of_each = threads or max(1, (os.cpu_count() or 1) // n)
+        fence, cut = cut_by_time(cfg, policy, path, chosen, n, TIMED[balance], of_each, prefill_chunk, progress)
     specs = [
         StageSpec(
             model=str(path),
@@ -138,32 +151,43 @@ def launch(
             threads=threads,
             max_rows=prefill_chunk,
             device=device,
-            share=n if kind_of(device) == "cpu" else names.count(device),
+            share=names.count(device),
             budget_bytes=budget,
         )
         for s, (device, budget) in enumerate(zip(names, budgets, strict=True))
     ]
-    chain = _chain(backend, specs, chosen, recovery, progress)
-    cost = CostModel(cfg, fence, policy, [chain.devices[home].granularity for home in chain.homes])
+    chain = _chain(backend, specs, chosen, by_memory, recovery, placement_timeout, progress)
+    cost = CostModel(cfg, chain.specs[0].fence, policy, [chain.devices[home].granularity for home in chain.homes])
     admission = Admission(Ledger(chain.devices, chain.homes), cost, max_ctx, bypass=bypass, tenant_share=tenant_share)
-    return Pipeline(path, specs, chain, admission, default_max_new_tokens, prefill_chunk, step_timeout, cut)
+    return Pipeline(path, chain, admission, default_max_new_tokens, prefill_chunk, step_timeout, cut)
 
 
-def _chain(backend: str, specs: list[StageSpec], model: type[StageModel], recovery: Recovery, progress: Progress) -> Chain:
+def _chain(
+    backend: str,
+    specs: list[StageSpec],
+    model: type[StageModel],
+    by_memory: Refence | None,
+    recovery: Recovery,
+    placement_s: float,
+    progress: Progress,
+) -> Chain:
     match backend:
         case "ray":
             from .launch_ray import launch_ray
 
-            return launch_ray(specs, model, recovery, progress)
+            return launch_ray(specs, model, by_memory, recovery, placement_s, progress)
         case "local":
             require_gpus([spec.device for spec in specs])
-            return _local_chain(specs, model, progress)
+            return _local_chain(specs, model, by_memory, progress)
         case _:
             raise ConfigError(f"backend={backend!r}: choose ray or local")
 
 
-def _local_chain(specs: list[StageSpec], model: type[StageModel], progress: Progress) -> LocalChain:
+def _local_chain(specs: list[StageSpec], model: type[StageModel], by_memory: Refence | None, progress: Progress) -> LocalChain:
     workers: list[StageWorker] = []
+    specs = [spec.among(len(specs), os.cpu_count() or 1, os.uname().nodename) for spec in specs]
+    free = [] if by_memory is None else [free_bytes(spec.device) for spec in specs]
+    specs = refenced(specs, free, by_memory)
     try:
         for done, spec in enumerate(specs):
             progress(f"loading {spec}", done, len(specs))
@@ -198,13 +222,10 @@ def _check_balance(balance: str, stages: int | None, cuts: Sequence[int] | None)
         raise ConfigError(f"balance={balance!r} without stages: say how many stages to cut the model into")
 
 
-def _check_measurable(balance: str, names: list[str], budgets: list[int | None]) -> None:
-    """Times, and bytes that nobody has named, are found out on this machine's CPU: of a GPU they say nothing."""
-    unknown = balance in TIMED or (balance == "bytes" and None in budgets)
-    if unknown and any(kind_of(name) == "cuda" for name in names):
-        raise ConfigError(
-            f"balance={balance!r} on devices {names}: it is measured on a CPU; pass cuts, or bytes with budget_bytes"
-        )
+def _check_measurable(balance: str, names: list[str]) -> None:
+    """Times are found out on this machine's CPU: of a GPU they say nothing."""
+    if balance in TIMED and any(kind_of(name) == "cuda" for name in names):
+        raise ConfigError(f"balance={balance!r} on devices {names}: it is measured on a CPU; pass cuts, or balance='bytes'")
 
 
 def _device_names(devices: str | Sequence[str], stages: int) -> list[str]:

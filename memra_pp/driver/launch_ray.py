@@ -6,53 +6,64 @@ import contextlib
 import logging
 import os
 import secrets
-import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ..admission import Device, pooled
 from ..errors import ConfigError, LaneError, MemraError, StageError
-from ..kernels.devices import kind_of, require_gpus
+from ..kernels.devices import require_gpus
 from ..models.protocol import StageModel
-from ..stage.actor import StageActor, node_ip
+from ..stage.actor import Place, StageActor, kill_process, node_ip
 from ..stage.lanes import Lane
 from ..stage.listener import KEY_BYTES, Listener, connect
 from ..stage.spec import StageSpec
 from .chain import Progress
+from .cut import Refence, refenced
 from .lane_chain import Ends, LaneChain, Recovery
-from .launch_ray_runtime import STOP_S, deferred_signals, private_dir, remove_dir, runtime
+from .launch_ray_placement import Placement
+from .launch_ray_runtime import STOP_S, deferred_signals, private_dir, remove_dir, runtime, wait_for_exit
 
 START_S = 120.0
 LOAD_S = 900.0
 WIRE_S = 60.0
 DRAIN_S = 10.0
 """How long a stage whose lanes broke may take to end the step it is at; then it is taken for hung."""
-FREED_S = 60.0
-"""How long a lost stage's CPU or GPU may take to be free again, for the one that replaces it, or to come with another node."""
+FREED_S = 120.0
+"""How long a lost stage's bundle may take to be free again, or on another node: Ray gives a node up after a minute, unless its
+`health_check_*` settings say less."""
+KILL_S = 10.0
 SLICE_S = 0.2
-EXIT_POLL_S = 0.02
 
 log = logging.getLogger(__name__)
 
 
-def launch_ray(specs: Sequence[StageSpec], model: type[StageModel], recovery: Recovery, progress: Progress) -> LaneChain:
-    """Starts one actor a stage, loads them in parallel and wires them into a chain.
+def launch_ray(
+    specs: Sequence[StageSpec],
+    model: type[StageModel],
+    by_memory: Refence | None,
+    recovery: Recovery,
+    placement_s: float,
+    progress: Progress,
+) -> LaneChain:
+    """Starts one actor a stage, cuts the model by what their devices have free (`by_memory`), loads the stages in parallel and
+    wires them into a chain.
 
     Raises:
-        ConfigError: the weights cannot be used, or the cluster has not enough CPUs or GPUs.
+        ConfigError: the weights cannot be used, or the cluster has no room for the stages within `placement_s` seconds.
         StageError: a stage did not start in time; nothing is left running.
     """
     if not (ray.is_initialized() or os.environ.get("RAY_ADDRESS")):
         require_gpus([spec.device for spec in specs])  # of this machine: the one node of the Ray that is started then
     stages = RayStages(specs, model, progress)
     try:
-        return stages.launch(recovery)
+        return stages.launch(recovery, by_memory, placement_s)
     except BaseException:
         stages.close()
         raise
@@ -64,14 +75,13 @@ class _Stage:
 
     spec: StageSpec
     actor: Any = None
-    where: dict[str, Any] | None = None
+    place: Place | None = None
     serving: Any = None
 
     @property
-    def pid(self) -> int | None:
-        """Its process, if it is on this node."""
-        here = ray.get_runtime_context().get_node_id()
-        return self.where["pid"] if self.where is not None and self.where["node"] == here else None
+    def here(self) -> bool:
+        """Whether it is on the driver's node."""
+        return self.place is not None and self.place.node == _this_node()
 
 
 class RayStages:
@@ -86,20 +96,21 @@ class RayStages:
         self._lanes: list[Lane] = []
         self._listener: Listener | None = None
         self._acquired = False
+        self._placement: Placement | None = None
         self._devices: Sequence[Device] = ()
         self._homes: Sequence[int] = ()
         self._unwanted: Callable[[], bool] = lambda: False
 
-    def launch(self, recovery: Recovery) -> LaneChain:
+    def launch(self, recovery: Recovery, by_memory: Refence | None, placement_s: float) -> LaneChain:
         """The chain, wired for the first time."""
         self._progress("starting Ray", 0, self._steps)
         with deferred_signals():
             runtime.acquire(len(self._stages))
             self._acquired = True
-        self._start(self._stages)
+        self._place(placement_s)
+        self._cut(by_memory)
         self._load(self._stages)
         self._devices, self._homes = pooled(self._results([stage.actor.share.remote() for stage in self._stages], WIRE_S))
-        self._require_together()
         self._reserve(self._stages)
         self._progress("wiring the stages", self._steps - 1, self._steps)
         ends = self._wire(1)
@@ -122,9 +133,8 @@ class RayStages:
             raise ConfigError("the Ray of this pipeline was shut down: launch it again")
         why = self._end_lost(silent)
         missing = [stage for stage in self._stages if stage.actor is None]
-        self._start(missing)
+        self._replace(missing)
         self._load(missing)
-        self._require_together()
         self._reserve(missing)
         return self._wire(epoch), "; ".join(why) or "its lanes broke, and no stage was lost"
 
@@ -142,6 +152,8 @@ class RayStages:
         try:
             if self._acquired and ray.is_initialized():
                 self._end_actors()
+                if self._placement is not None:
+                    self._placement.remove()
         finally:
             with deferred_signals():
                 if self._acquired:
@@ -182,56 +194,71 @@ class RayStages:
 
     def _kill(self, stage: _Stage) -> None:
         """Ends an actor, be it a stopped one."""
-        pid, actor = stage.pid, stage.actor
-        stage.actor = stage.where = stage.serving = None
+        place, here, actor = stage.place, stage.here, stage.actor
+        stage.actor = stage.place = stage.serving = None
         with contextlib.suppress(RayError, ValueError):
             ray.kill(actor, no_restart=True)
-        if pid is not None:
-            _wait_for_exit([pid], 0.0)
+        if place is not None and here:
+            wait_for_exit([place.pid], 0.0)
+        elif place is not None:
+            _kill_far([place])
 
     def _end_actors(self) -> None:
         """Ends the actors and waits until this node's are gone; one that will not go (a stopped one, say) is killed."""
-        pids = [pid for stage in self._stages if (pid := stage.pid) is not None]
+        pids = [stage.place.pid for stage in self._stages if stage.place is not None and stage.here]
         with contextlib.suppress(RayError, ValueError):  # a ValueError: these references are of a Ray that was shut down
             serving = [stage.serving for stage in self._stages if stage.serving is not None]
-            if serving:
-                ray.wait(serving, num_returns=len(serving), timeout=STOP_S)
+            hanging = ray.wait(serving, num_returns=len(serving), timeout=STOP_S)[1] if serving else []
+            _kill_far([s.place for s in self._stages if s.place is not None and s.serving in hanging and not s.here])
             for stage in self._stages:
                 if stage.actor is not None:
                     ray.kill(stage.actor, no_restart=True)
-        _wait_for_exit(pids, STOP_S)
+        wait_for_exit(pids, STOP_S)
 
-    def _start(self, stages: Sequence[_Stage]) -> None:
-        """Starts the actors of some stages; of a first start, consecutive stages share nodes as far as they can."""
-        if not stages:
-            return
-        gpus = [1 / stage.spec.share if kind_of(stage.spec.device) == "cuda" else 0.0 for stage in stages]
-        patience = STOP_S if len(stages) == len(self._stages) else FREED_S
-        self._await("CPU", len(stages), patience)
-        self._await("GPU", sum(gpus), patience)
-        actor_class: Any = StageActor
-        placed = [actor_class.options(num_cpus=1, num_gpus=gpu).remote(self._key) for gpu in gpus]
-        for stage, actor in zip(stages, placed, strict=True):
-            stage.actor = actor
-        where = self._results([actor.where.remote() for actor in placed], START_S)
-        nodes = list(dict.fromkeys(w["node"] for w in where))
-        order = sorted(range(len(placed)), key=lambda i: nodes.index(where[i]["node"]))
-        for stage, i in zip(stages, order, strict=True):
-            stage.actor, stage.where = placed[i], where[i]
+    def _place(self, patience_s: float) -> None:
+        """Starts every actor, and has stages that follow each other share nodes as far as they can."""
+        self._placement = Placement([stage.spec.device for stage in self._stages])
+        self._start(self._stages, patience_s)
+        actors, places = [stage.actor for stage in self._stages], [_placed(stage) for stage in self._stages]
+        for stage, taken in zip(self._stages, self._placement.arrange(places, _this_node()), strict=True):
+            stage.actor, stage.place = actors[taken], places[taken]
 
-    def _await(self, kind: str, need: float, patience_s: float) -> None:
-        """Waits a little for what was used before and has just been given back; actors that cannot be placed would else stay
-        pending without an error."""
-        deadline = time.monotonic() + patience_s
-        while (have := ray.available_resources().get(kind, 0)) < need:  # type: ignore[no-untyped-call]
-            owned = ray.cluster_resources().get(kind, 0)  # type: ignore[no-untyped-call]
-            if time.monotonic() > deadline or (owned < need and patience_s == STOP_S):
-                raise ConfigError(
-                    f"{len(self._stages)} stages need {need:g} {kind} and this Ray cluster has {have:g} of {owned:g} free: "
-                    "use fewer stages, or other devices"
-                )
+    def _cut(self, by_memory: Refence | None) -> None:
+        """Tells the stages what part of their nodes is theirs, and where the model is cut."""
+        places = [_placed(stage) for stage in self._stages]
+        neighbours = Counter(place.node for place in places)
+        specs = [
+            stage.spec.among(neighbours[place.node], place.cores, place.node)
+            for stage, place in zip(self._stages, places, strict=True)
+        ]
+        free: Sequence[int] = ()
+        if by_memory is not None:
+            free = self._results([stage.actor.free_bytes.remote(stage.spec.device) for stage in self._stages], WIRE_S)
+        for stage, spec in zip(self._stages, refenced(specs, free, by_memory), strict=True):
+            stage.spec = spec
+
+    def _replace(self, lost: Sequence[_Stage]) -> None:
+        """Starts actors in the place of lost ones. Ray may know only then that their node is gone."""
+        try:
+            self._start(lost, FREED_S)
+        except StageError as error:
             self._require_wanted()
-            time.sleep(EXIT_POLL_S)
+            log.warning("%s: starting it once more", error)
+            for stage in lost:
+                self._kill(stage)
+            self._start(lost, FREED_S)
+
+    def _start(self, stages: Sequence[_Stage], patience_s: float) -> None:
+        """Starts the actors of some stages, each in its bundle."""
+        if self._placement is None or not stages:
+            return
+        self._placement.wait(patience_s, self._require_wanted)
+        actor_class: Any = StageActor
+        for stage in stages:
+            stage.actor = actor_class.options(**self._placement.options(stage.spec.stage)).remote(self._key)
+        places = self._results([stage.actor.where.remote() for stage in stages], START_S)
+        for stage, place in zip(stages, places, strict=True):
+            stage.place, stage.spec = place, replace(stage.spec, node=place.node)
 
     def _load(self, stages: Sequence[_Stage]) -> None:
         if not stages:
@@ -250,8 +277,12 @@ class RayStages:
     def _wire(self, epoch: int) -> Ends:
         """Lanes from stage to stage, and the driver's ends of them."""
         stages, names = self._stages, [str(stage.spec) for stage in self._stages]
-        self._listener = Listener(self._address(f"driver-{epoch}"), self._key)
-        listening = [self._address(f"stage{stage.spec.stage}-{epoch}", stage.where) for stage in stages]
+        self._listener = Listener(self._address(f"driver-{epoch}", stages[-1].here, node_ip()), self._key)
+        near = [all(other.here for other in stages[max(0, s - 1) : s + 1]) for s in range(len(stages))]
+        listening = [
+            self._address(f"stage{stage.spec.stage}-{epoch}", close, _placed(stage).ip)
+            for stage, close in zip(stages, near, strict=True)
+        ]
         heard = self._results([s.actor.listen.remote(at) for s, at in zip(stages, listening, strict=True)], WIRE_S)
         addresses, offers = zip(*heard, strict=True)
         ends = zip(
@@ -270,23 +301,9 @@ class RayStages:
         if self._unwanted():
             raise StageError("this pipeline is closed: launch it again")
 
-    def _address(self, name: str, where: dict[str, Any] | None = None) -> str:
-        """A Unix socket while everything is on this node, TCP else."""
-        here = ray.get_runtime_context().get_node_id()
-        if all(stage.where is not None and stage.where["node"] == here for stage in self._stages):
-            return f"unix:{self._dir}/{name}"
-        return f"tcp:{where['ip'] if where else node_ip()}:0"
-
-    def _require_together(self) -> None:
-        """Stages that share a device's memory are on one node."""
-        nodes = [stage.where["node"] if stage.where is not None else None for stage in self._stages]
-        for stage, home in enumerate(self._homes):
-            first = self._homes.index(home)
-            if nodes[stage] != nodes[first]:
-                raise ConfigError(
-                    f"stages {first} and {stage} are to share device {self._stages[stage].spec.device}, and Ray has placed "
-                    "them on two nodes: name a device for each, or use one node"
-                )
+    def _address(self, name: str, near: bool, ip: str) -> str:
+        """A Unix socket for who is connected to from the driver's node alone and is there, else TCP at its node's address."""
+        return f"unix:{self._dir}/{name}" if near else f"tcp:{ip}:0"
 
     def _lane(self, address: str, role: str, peer: str) -> Lane:
         lane = connect(address, role, self._key, WIRE_S, peer)
@@ -321,6 +338,27 @@ def _nothing(text: str, done: int, of: int) -> None:
     """Tells nobody: what is replaced later is no launch."""
 
 
+def _this_node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _placed(stage: _Stage) -> Place:
+    if stage.place is None:
+        raise StageError(f"{stage.spec} has no actor")
+    return stage.place
+
+
+def _kill_far(places: Sequence[Place]) -> None:
+    """Kills processes on other nodes, if these live."""
+    if places:
+        on_node = [NodeAffinitySchedulingStrategy(place.node, soft=False) for place in places]
+        killing = [
+            kill_process.options(scheduling_strategy=node).remote(place.pid)
+            for node, place in zip(on_node, places, strict=True)
+        ]
+        ray.wait(killing, num_returns=len(killing), timeout=KILL_S)
+
+
 def _cause(stage: _Stage) -> str | None:
     """Why a stage that has ended its serving is lost; None if it merely lost a neighbour, or does not serve."""
     return None if stage.serving is None else _error_of(stage.serving, stage)
@@ -334,15 +372,3 @@ def _error_of(ref: Any, stage: _Stage) -> str | None:
     except RayError as error:
         return f"{stage.spec} died: {type(error).__name__}"
     return None
-
-
-def _wait_for_exit(pids: list[int], patience_s: float) -> None:
-    """Waits until processes of this node are gone, and kills those that are not after a while."""
-    deadline = time.monotonic() + patience_s
-    while pids := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
-        if time.monotonic() >= deadline:
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            return
-        time.sleep(EXIT_POLL_S)

@@ -20,12 +20,13 @@ from ray._private import ray_constants
 
 from ..errors import StageError
 from ..stage.listener import KEY_BYTES
-from .janitor import HOME, janitor
+from .janitor import HOME, janitor, started_in
 
 STOP_S = 5.0
 OBJECT_STORE_BYTES = 100 << 20
 MAX_PARENT_BYTES = 24
 CONNECT_S = 5.0
+EXIT_POLL_S = 0.02
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class Runtime:
             del os.environ[name]
         _forget_token()
         if self._home is not None:
+            wait_for_exit(started_in(self._home), STOP_S)  # Ray's agents end by themselves, some time after it
             remove_dir(self._home)
             self._home = None
 
@@ -130,6 +132,18 @@ def deferred_signals() -> Iterator[None]:
             signal.signal(number, handler)
         if came:
             signal.raise_signal(came[0])
+
+
+def wait_for_exit(pids: list[int], patience_s: float) -> None:
+    """Waits until processes of this node are gone, and kills those that are not after a while."""
+    deadline = time.monotonic() + patience_s
+    while pids := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+        if time.monotonic() >= deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(EXIT_POLL_S)
 
 
 def private_dir() -> str:

@@ -8,7 +8,7 @@ import io
 import itertools
 import threading
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -21,7 +21,6 @@ from ..config import KvPlan
 from ..errors import InputError, checked_int
 from ..models.tokenizer import Tokenizer, load_tokenizer
 from ..stage.frames import MAX_BODY_BYTES
-from ..stage.spec import StageSpec
 from ..stage.worker import MAX_SESSIONS
 from .batcher import Batcher
 from .calls import Calls
@@ -52,7 +51,6 @@ class Pipeline:
     def __init__(
         self,
         model: Path,
-        specs: Sequence[StageSpec],
         chain: Chain,
         admission: Admission,
         default_max_new_tokens: int,
@@ -60,9 +58,8 @@ class Pipeline:
         step_timeout: float,
         cut: Mapping[str, Any],
     ) -> None:
-        self.cfg = specs[0].cfg
-        self.fence = specs[0].fence
-        self.policy = specs[0].policy
+        first = chain.specs[0]
+        self.cfg, self.fence, self.policy = first.cfg, first.fence, first.policy
         self.max_ctx = admission.limit
         self.default_max_new_tokens = default_max_new_tokens
         self.prefill_chunk = prefill_chunk
@@ -70,7 +67,7 @@ class Pipeline:
         self.chain = chain
         self._model = model
         self._most_drafts = most_drafts(prefill_chunk, self.cfg.n_vocab)
-        self._names = [str(spec) for spec in specs]
+        self._names = [str(spec) for spec in chain.specs]
         self._cut = cut
         self._door = Door(admission)
         self.scheduler = Scheduler(chain, Batcher(chain.overlap, prefill_chunk, MAX_BODY_BYTES // 2))

@@ -36,6 +36,19 @@ def open_device(name: str, threads: int, index: int | None = None) -> ArenaDev:
     return CudaDev(CupyGpu(number if index is None else index))
 
 
+def free_bytes(name: str, gpu: int | None = None) -> int:
+    """Bytes that a device can still give: a GPU its own memory, a CPU the machine's. `gpu` is as `index` of `open_device`.
+
+    Raises:
+        ConfigError: as `open_device`.
+    """
+    device = open_device(name, 1, gpu)
+    try:
+        return device.spare_bytes()
+    finally:
+        device.close()
+
+
 def require_gpus(names: list[str]) -> None:
     """Whether this process sees every GPU that is named.
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
-from typing import Any
+from dataclasses import dataclass
 
 import ray
 
 from ..admission import Device
 from ..errors import StageError
+from ..kernels.devices import free_bytes
 from ..models.protocol import StageModel
 from .boundary import Offer
 from .lanes import Lane
@@ -22,10 +24,21 @@ from .worker import StageWorker
 WIRE_S = 30.0
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where Ray has put an actor: the node's id, its address and its cores, the actor's process, and the GPUs it was given."""
+
+    node: str
+    ip: str
+    cores: int
+    pid: int
+    gpus: tuple[str, ...]
+
+
 @ray.remote(max_restarts=0, max_task_retries=0)
 class StageActor:
-    """One stage. `where`, `load`, `share`, `reserve` once; then `listen`, `wire` and one long `serve` for each epoch: it ends
-    when a lane breaks, and the weights stay."""
+    """One stage. `where`, `free_bytes`, `load`, `share`, `reserve` once; then `listen`, `wire` and one long `serve` for each
+    epoch: it ends when a lane breaks, and the weights stay."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -33,13 +46,14 @@ class StageActor:
         self._listener: Listener | None = None
         self._down: Lane | None = None
 
-    def where(self) -> dict[str, Any]:
-        """Where Ray put this actor: node id, address and process."""
-        return {
-            "node": ray.get_runtime_context().get_node_id(),
-            "ip": node_ip(),
-            "pid": os.getpid(),
-        }
+    def where(self) -> Place:
+        """Where this actor is."""
+        gpus = tuple(map(str, ray.get_gpu_ids()))
+        return Place(ray.get_runtime_context().get_node_id(), node_ip(), os.cpu_count() or 1, os.getpid(), gpus)
+
+    def free_bytes(self, device: str) -> int:
+        """What its machine, or its GPU, has free."""
+        return free_bytes(device, gpu=0)
 
     def load(self, spec: StageSpec, model: type[StageModel]) -> None:
         """Loads the stage's weights."""
@@ -94,6 +108,12 @@ class StageActor:
         if self._worker is None:
             raise StageError("this stage has not loaded its weights yet")
         return self._worker
+
+
+@ray.remote(num_cpus=0, max_retries=0)
+def kill_process(pid: int) -> None:
+    """Ends a process of the node it runs on, which need not answer: a stopped actor heeds nothing that Ray sends."""
+    os.kill(pid, signal.SIGKILL)
 
 
 def node_ip() -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..admission import SessionShape
 from ..cache import KvPolicy, stage_layers, stage_layout
@@ -16,8 +16,9 @@ class StageSpec:
     """One stage of a pipeline.
 
     `model` is the path of the weights; `device` names where the stage runs; `share` is the number of stages that divide the
-    memory of this machine, or of this GPU; `budget_bytes` is the stage's part of its device's bytes for sessions (None: what is
-    free after loading).
+    memory of its machine, or of its GPU; `budget_bytes` is the stage's part of its device's bytes for sessions (None: what is
+    free after loading). `threads` of 0: the cores of its machine, shared by the stages there. `node` is
+    what the launch calls that machine.
     """
 
     model: str
@@ -30,6 +31,7 @@ class StageSpec:
     device: str = "cpu"
     share: int = 1
     budget_bytes: int | None = None
+    node: str = ""
 
     @property
     def layers(self) -> range:
@@ -45,6 +47,11 @@ class StageSpec:
     def last(self) -> bool:
         """Whether the head is here."""
         return self.stage == self.stages - 1
+
+    def among(self, neighbours: int, cores: int, node: str) -> StageSpec:
+        """This stage on a machine of so many cores, one of `neighbours` stages there."""
+        share = neighbours if kind_of(self.device) == "cpu" else self.share
+        return replace(self, share=share, threads=self.threads or max(1, cores // neighbours), node=node)
 
     def __str__(self) -> str:
         return f"stage {self.stage} (layers {self.layers.start} to {self.layers.stop - 1})"

@@ -177,6 +177,7 @@ class StageWorker:
             "stage": self.spec.stage,
             "layers": [self.spec.layers.start, self.spec.layers.stop],
             "device": f"{self.spec.device} {self.device.label}",
+            "node": self.spec.node,
             "pid": os.getpid(),
             "arena_bytes": self.device.arena_bytes,
             "allocated_bytes": self.device.slab_bytes,

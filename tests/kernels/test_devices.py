@@ -48,7 +48,7 @@ def test_nothing_is_started_without_a_gpu(no_gpu, hybrid, backend):
         memra_pp.launch(hybrid, stages=2, devices="cuda", backend=backend)
 
 
-@pytest.mark.parametrize("balance", ["time", "time:prefill", "bytes"])
+@pytest.mark.parametrize("balance", ["time", "time:prefill"])
 def test_no_gpu_is_cut_by_what_a_cpu_measures(no_gpu, hybrid, balance):
     with pytest.raises(ConfigError, match=f"balance='{balance}' on devices .* measured on a CPU; pass cuts"):
         memra_pp.launch(hybrid, stages=2, devices="cuda", balance=balance, backend="local")

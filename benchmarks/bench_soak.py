@@ -2,7 +2,7 @@
 
 Half of them stream to their end; the others are cancelled, closed in the middle of a call, abandoned or dropped, or their
 task is cancelled. Whatever came must be what the same text gives alone. At the end no session, byte, process or thread is left,
-and processes are as big as after a first, shorter run. The exit code is 1 if anything differs.
+and processes are as big, and compute as much for a token, as at the beginning. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -35,8 +36,9 @@ from memra_pp import aio
 TEXTS = 24
 FIRST_S, PATIENCE_S, HANGS_S = 10.0, 60.0, 300.0
 """How long the first run lasts at most, how long all sessions may take to be closed, and everything beside the run itself."""
+QUARTERS, LONG_S = 4, 600.0
 GROWTH = 1.1
-"""How much bigger a process may be at the end."""
+"""How much bigger a process may be at the end, and how much more a token may cost."""
 SILENCE_S = 60.0
 """How long a stage may be silent: the machine may be busy with other things for an hour."""
 SHOWN = 5
@@ -151,6 +153,23 @@ def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """What processes have computed since they began, their kernel's part of it included (stat of proc(5))."""
+    ticks = 0
+    for pid in pids:
+        ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+async def costs(runs: Soak, pids: Sequence[int], seconds: float) -> list[float]:
+    """Seconds that all processes together compute for a token, in every quarter: others on the machine hardly change that."""
+    marks = [(cpu_seconds(pids), runs.found.tokens)]
+    for _ in range(QUARTERS):
+        await asyncio.sleep(seconds / QUARTERS)
+        marks.append((cpu_seconds(pids), runs.found.tokens))
+    return [(cpu - before) / max(1, tokens - had) for (before, had), (cpu, tokens) in pairwise(marks)]
+
+
 def sizes(pipe: memra_pp.Pipeline) -> dict[str, tuple[float, int]]:
     """The resident megabytes and the open files of the driver, and of every stage that has a process of its own."""
     pids = {f"stage {stage['stage']}": stage["pid"] for stage in pipe.stats()["stages"] if stage["pid"] != os.getpid()}
@@ -168,7 +187,8 @@ async def soak(report: Report, pipe: memra_pp.Pipeline, args: argparse.Namespace
         start, alone = sizes(pipe), runs.found
         say(f"{args.seconds:g} s of {args.sessions} sessions at a time")
         runs.found = Findings()
-        await runs.run(args.seconds)
+        pids = [os.getpid(), *({stage["pid"] for stage in pipe.stats()["stages"]} - {os.getpid()})]
+        _, each = await asyncio.gather(runs.run(args.seconds), costs(runs, pids, args.seconds))
         end = sizes(pipe)
     finally:
         runs.close()
@@ -181,9 +201,12 @@ async def soak(report: Report, pipe: memra_pp.Pipeline, args: argparse.Namespace
     report.add("tokens", found.tokens / args.seconds, "tok/s")
     p50, p99 = (1e3 * float(np.percentile(found.gaps, percent)) for percent in (50, 99))
     report.add("gap between tokens, p99", p99, "ms", peer="p50", peer_value=p50)
-    first, *_, last = np.array_split(np.array(found.gaps), 4)
-    halves = 1e3 * float(np.median(last)), 1e3 * float(np.median(first))
-    report.add("gap, p50 of the last quarter", halves[0], "ms", peer="of the first", peer_value=halves[1])
+    first, *_, last = np.array_split(np.array(found.gaps), QUARTERS)
+    medians = 1e3 * float(np.median(last)), 1e3 * float(np.median(first))
+    report.add("gap, p50 of the last quarter", medians[0], "ms", peer="of the first", peer_value=medians[1])
+    used = 1e3 * each[-1], 1e3 * each[0]
+    bound = GROWTH if args.seconds >= LONG_S else None
+    report.add("CPU a token, the last quarter", used[0], "ms", peer="the first", peer_value=used[1], at_most=bound)
     for name, (size, files) in end.items():
         resident, opened = start[name]
         report.add(f"resident: {name}", size, "MB", peer="after the first run", peer_value=resident, at_most=GROWTH)

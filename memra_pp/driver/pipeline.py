@@ -182,6 +182,7 @@ class Pipeline:
         wait_s = checked_wait(timeout)
         with session.calls.unparking() as held:
             reader = await asyncio.to_thread(self.reader, io.BytesIO(held))
+            await asyncio.to_thread(self._opener.close, session.id)
             with self._filled(session):
                 await self._opener.open_async(session.request, wait_s)
                 await self.run_async(session.calls.adopt(reader))

@@ -117,7 +117,7 @@ class StagePlan:
 
     @property
     def padding_bytes(self) -> int:
-        """What rounding adds to a session: of its buffers, and of the slab to the device's granularity."""
+        """What rounding adds to a session, of its buffers, and of the slab to the device's granularity."""
         return self.session_bytes - self.rows_bytes - self.fixed_bytes - self.copies_bytes
 
     @property
@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def base(self) -> CutPlan:
-        """What the best cut is compared with: the one asked for, else the even one."""
+        """The cut that the best one is compared with, the one asked for, else the even one."""
         return self.given or self.even
 
     @property

@@ -79,7 +79,7 @@ class ModelConfig:
 
     @property
     def n_layer(self) -> int:
-        """Layers with a plan: the trunk and the MTP/NextN blocks after it."""
+        """Layers with a plan, the trunk and the MTP/NextN blocks after it."""
         return len(self.layers)
 
     @cached_property
@@ -100,7 +100,7 @@ class ModelConfig:
 
     @classmethod
     def from_path(cls, path: str | PathLike[str]) -> ModelConfig:
-        """`from_gguf` for a `.gguf` file, `from_hf` for anything else.
+        """`from_gguf` for a GGUF file, by its name, `from_hf` for anything else.
 
         Raises:
             ConfigError: as those.

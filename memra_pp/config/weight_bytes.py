@@ -49,7 +49,7 @@ class WeightBytes:
 
     @property
     def whole(self) -> int:
-        """Bytes of the checkpoint: what a single stage holds."""
+        """Bytes of the checkpoint, what a single stage holds."""
         return self.of_stage(range(len(self.layers)), first=True, last=True)
 
     def scaled(self, total: int, source: str) -> WeightBytes:

@@ -46,7 +46,17 @@ MANY = 64
 
 
 class Pipeline:
-    """Stages that are loaded and wired. `with memra_pp.launch(...) as pipe:` leaves nothing running behind it."""
+    """Stages that are loaded and wired. `with memra_pp.launch(...) as pipe:` leaves nothing running behind it.
+
+    Attributes:
+        cfg: the model's config.
+        fence: where it is cut, `(0, c1, ..., n_trunk)`.
+        policy: K/V formats and ring switch.
+        max_ctx: the most rows of a session.
+        default_max_new_tokens: what a session is charged for that does not say how many tokens it wants.
+        prefill_chunk: most rows in one step.
+        step_timeout: seconds after which a step that has not come back means that a stage hangs.
+    """
 
     def __init__(
         self,

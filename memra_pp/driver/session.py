@@ -72,7 +72,7 @@ class Session:
 
     @property
     def drafts_possible(self) -> int:
-        """The most drafts that fit in the next round: its base, the context and the rings allow no more."""
+        """The most drafts that fit in the next round, as its base, the context and the rings allow."""
         return self._calls.drafts_possible()
 
     def prefill(self, all_logits: bool = False, want: str = "logits") -> Array:

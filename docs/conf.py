@@ -1,0 +1,60 @@
+"""The documentation site: `make docs`, or `python -m sphinx -W docs build/docs`. Nothing is fetched, to build it or to read it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from importlib.metadata import version as installed
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+from memra_pp import cli
+
+project = "memra_pp"
+version = release = installed("memra-pp")
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["build"]
+myst_heading_anchors = 3
+suppress_warnings = ["myst.strikethrough"]
+
+html_theme = "furo"
+html_title = "memra_pp"
+html_copy_source = False
+html_show_copyright = False
+html_show_sphinx = False
+
+default_role = "py:obj"
+add_module_names = False
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_default_options = {"members": True}
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+os.environ["COLUMNS"] = "100"
+
+
+class CommandHelp(SphinxDirective):
+    """What `memra-pp ARGUMENTS --help` prints, out of the parser itself."""
+
+    required_arguments = 0
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+            cli.main([*self.arguments, "--help"])
+        block = nodes.literal_block(printed.getvalue(), printed.getvalue())
+        block["language"] = "text"
+        return [block]
+
+
+def setup(app: Sphinx) -> None:
+    app.add_directive("command-help", CommandHelp)

@@ -1,0 +1,155 @@
+"""Every command and every block of Python in the documents is run as it is written there, on small models under the names that
+the documents use. What cannot be run here is listed with the reason, and checked in another way."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from documents import ROOT, SHOWN, Block, blocks, documents
+from small_gguf import write_small_gguf
+
+import memra_pp
+
+BLOCKS = [block for document in documents() for block in blocks(document)]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+COMMANDS = list(
+    dict.fromkeys((block.document, command) for block in BLOCKS if block.language == "sh" for command in block.commands)
+)
+
+OVER_RAY = "--drafter ngram"
+"""The first such command runs over Ray, as all would; the others in one process, by a default of the tests alone."""
+
+
+# What is not run, and what is checked instead
+
+
+def extra_is_there(command: str) -> None:
+    """An install would fetch from an index."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = re.search(r"\[([\w,]+)\]", command)
+    assert named is not None and extras.keys() >= set(named[1].split(","))
+
+
+def target_is_there(command: str) -> None:
+    """A target sets up an environment of its own, or takes minutes."""
+    subprocess.run(["make", "--dry-run", shlex.split(command, comments=True)[1]], cwd=ROOT, check=True, capture_output=True)
+
+
+NOT_RUN: dict[str, Callable[[str], None]] = {"pip install ": extra_is_there, "make ": target_is_there}
+"""How such a command begins, and its check."""
+
+NO_GPU = "--device cuda"
+"""A command for GPUs is refused in one line here."""
+
+
+# What the documents' names stand for
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the files that documents name, and the command."""
+    place = tmp_path_factory.mktemp("documents")
+    data = ROOT / "tests" / "data"
+    write_small_gguf(place / "model.gguf")
+    shutil.copy(data / "configs" / "qwen3_5-27b.json", place / "config.json")
+    (place / "weights").mkdir()
+    (place / "weights" / "model.safetensors").symlink_to(data / "hybrid" / "model.safetensors")
+    config = json.loads((data / "hybrid" / "config.json").read_text())
+    (place / "weights" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}))
+    (place / "bin").mkdir()
+    command = place / "bin" / "memra-pp"
+    command.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m memra_pp.cli "$@" $OPTIONS\n')
+    command.chmod(0o755)
+    return place
+
+
+def given_pipe(place: Path, stack: ExitStack) -> memra_pp.Pipeline:
+    return stack.enter_context(memra_pp.launch(place / "model.gguf", stages=4))
+
+
+def given_session(place: Path, stack: ExitStack) -> memra_pp.Session:
+    """One that has generated some tokens."""
+    session = stack.enter_context(given_pipe(place, stack).open(IDS, max_new_tokens=128, speculate=8))
+    assert len(list(session.generate(4))) == 4
+    return session
+
+
+IDS = [2, 316, 278, 275, 260, 273, 271]
+
+GIVEN: dict[str, Callable[[Path, ExitStack], Any]] = {
+    "asyncio": lambda place, stack: asyncio,
+    "memra_pp": lambda place, stack: memra_pp,
+    "ids": lambda place, stack: IDS,
+    "prompts": lambda place, stack: [[*IDS, 260 + n] for n in range(5)],
+    "pipe": given_pipe,
+    "other_pipe": given_pipe,
+    "s": given_session,
+}
+"""What a block uses and leaves to the reader to set."""
+
+
+@pytest.fixture
+def local(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`launch` runs stages in this process unless it is told otherwise."""
+    monkeypatch.setitem(memra_pp.launch.__kwdefaults__, "backend", "local")
+
+
+# The tests
+
+
+def test_every_block_is_run_or_shown() -> None:
+    unknown = [f"{block}: {block.language}" for block in BLOCKS if block.language not in ("sh", "python", *SHOWN)]
+    assert not unknown and PYTHON and COMMANDS
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python(block: Block, place: Path, local: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    tree = ast.parse(block.text)
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    code = compile(tree, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    with ExitStack() as stack:
+        names = {name: give(place, stack) for name, give in GIVEN.items() if name in used}
+        waiting = eval(code, names)
+        if waiting is not None:
+            asyncio.run(waiting)
+
+
+@pytest.mark.parametrize(("document", "command"), COMMANDS, ids=str)
+def test_command(document: str, command: str, place: Path) -> None:
+    check = next((check for start, check in NOT_RUN.items() if command.startswith(start)), None)
+    if check is not None:
+        check(command)
+        return
+    over_ray = command == next(command for _, command in COMMANDS if OVER_RAY in command)
+    launches = re.match(r"memra-pp (run|export|import) ", command) and "--backend" not in command
+    done = run(command, place, "--backend local" if launches and not over_ray else "")
+    if NO_GPU in command:
+        assert done.returncode == 1 and done.stderr.count("\n") == 1 and "cuda" in done.stderr, done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+
+
+def run(command: str, place: Path, options: str) -> subprocess.CompletedProcess[str]:
+    """A command of a document, in a shell where `memra-pp` is this tree's, with `options` behind those given."""
+    env = {
+        **os.environ,
+        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OPTIONS": options,
+    }
+    return subprocess.run(["bash", "-c", command], cwd=place, env=env, capture_output=True, text=True, timeout=240, check=False)

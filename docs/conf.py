@@ -1,4 +1,4 @@
-"""The documentation site: `make docs`, or `python -m sphinx -W docs build/docs`. Nothing is fetched, to build it or to read it."""
+"""The documentation site: `python -m sphinx -W docs build/docs`. Nothing is fetched, to build it or to read it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ project = "memra_pp"
 version = release = installed("memra-pp")
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["build"]
 myst_heading_anchors = 3
-suppress_warnings = ["myst.strikethrough"]
 
 html_theme = "furo"
 html_title = "memra_pp"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_copy_source = False
 html_show_copyright = False
 html_show_sphinx = False

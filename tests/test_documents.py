@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import ROOT, SHOWN, Block, blocks, documents
-from small_gguf import write_small_gguf
+from documents import ROOT, SHOWN, blocks, documents
+from small_models import write_small_gguf, write_small_llama
 
 import memra_pp
 
@@ -65,6 +65,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("documents")
     data = ROOT / "tests" / "data"
     write_small_gguf(place / "model.gguf")
+    write_small_llama(place / "llama")
     shutil.copy(data / "configs" / "qwen3_5-27b.json", place / "config.json")
     (place / "weights").mkdir()
     (place / "weights" / "model.safetensors").symlink_to(data / "hybrid" / "model.safetensors")
@@ -91,15 +92,13 @@ def given_session(place: Path, stack: ExitStack) -> memra_pp.Session:
 IDS = [2, 316, 278, 275, 260, 273, 271]
 
 GIVEN: dict[str, Callable[[Path, ExitStack], Any]] = {
-    "asyncio": lambda place, stack: asyncio,
-    "memra_pp": lambda place, stack: memra_pp,
     "ids": lambda place, stack: IDS,
     "prompts": lambda place, stack: [[*IDS, 260 + n] for n in range(5)],
     "pipe": given_pipe,
     "other_pipe": given_pipe,
     "s": given_session,
 }
-"""What a block uses and leaves to the reader to set."""
+"""What documents leave to the reader to set, given anew to each block that uses it."""
 
 
 @pytest.fixture
@@ -116,17 +115,19 @@ def test_every_block_is_run_or_shown() -> None:
     assert not unknown and PYTHON and COMMANDS
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=str)
-def test_python(block: Block, place: Path, local: None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("document", dict.fromkeys(block.document for block in PYTHON))
+def test_python(document: str, place: Path, local: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A document's blocks in order, as a reader types them: what one defines is there for the next."""
     monkeypatch.chdir(place)
-    tree = ast.parse(block.text)
-    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    code = compile(tree, str(block), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    with ExitStack() as stack:
-        names = {name: give(place, stack) for name, give in GIVEN.items() if name in used}
-        waiting = eval(code, names)
-        if waiting is not None:
-            asyncio.run(waiting)
+    names: dict[str, Any] = {"__name__": "__main__", "memra_pp": memra_pp, "asyncio": asyncio}
+    for block in (block for block in PYTHON if block.document == document):
+        tree = ast.parse("\n" * (block.line - 1) + block.text, document)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        code = compile(tree, document, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        with ExitStack() as stack:
+            names |= {name: give(place, stack) for name, give in GIVEN.items() if name in used}
+            if (waiting := eval(code, names)) is not None:
+                asyncio.run(waiting)
 
 
 @pytest.mark.parametrize(("document", "command"), COMMANDS, ids=str)
@@ -153,3 +154,18 @@ def run(command: str, place: Path, options: str) -> subprocess.CompletedProcess[
         "OPTIONS": options,
     }
     return subprocess.run(["bash", "-c", command], cwd=place, env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_every_message_explained_is_one_of_the_code() -> None:
+    said = []
+    for path in (ROOT / "memra_pp").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.JoinedStr(values=parts):
+                    said.append("".join(str(part.value) if isinstance(part, ast.Constant) else "\0" for part in parts))
+                case ast.Constant(value=str(text)):
+                    said.append(text)
+    explained = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)
+    patterns = {message: ".*".join(re.escape(part.strip()) for part in message.split("...")) for message in explained}
+    unknown = [message for message, pattern in patterns.items() if not any(re.search(pattern, text) for text in said)]
+    assert explained and not unknown

@@ -1,14 +1,18 @@
-"""Writes a small Gemma 3 with random weights to a GGUF file: a model with a tokenizer that answers in milliseconds."""
+"""Small models with random weights, which answer in milliseconds: a Gemma 3 with a tokenizer, in GGUF, and a Llama, in
+safetensors."""
 
 from __future__ import annotations
 
+import json
 import string
+import struct
 from pathlib import Path
 
 import gguf
 import numpy as np
 
 LAYERS, WIDTH, HEADS, HEAD_DIM, FF, VOCAB, CONTEXT = 12, 64, 2, 32, 64, 6000, 65536
+LLAMA_LAYERS, LLAMA_VOCAB = 6, 512
 
 NORMS = {
     "attn_norm": WIDTH,
@@ -30,8 +34,8 @@ MATRICES = {
 UNKNOWN, CONTROL, BYTE, NORMAL = 2, 3, 6, 1
 
 
-def write_small_gguf(path: Path) -> Path:
-    """The file at `path`."""
+def write_small_gguf(path: Path) -> None:
+    """A Gemma 3 in a file."""
     w = gguf.GGUFWriter(path, "gemma3")
     w.add_context_length(CONTEXT)
     w.add_embedding_length(WIDTH)
@@ -57,7 +61,6 @@ def write_small_gguf(path: Path) -> Path:
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
-    return path
 
 
 def _add_tokenizer(w: gguf.GGUFWriter) -> None:
@@ -73,3 +76,52 @@ def _add_tokenizer(w: gguf.GGUFWriter) -> None:
     w.add_bos_token_id(2)
     w.add_eos_token_id(1)
     w.add_add_space_prefix(False)
+
+
+def write_small_llama(folder: Path) -> None:
+    """A Llama in a directory."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": WIDTH,
+        "intermediate_size": FF,
+        "num_hidden_layers": LLAMA_LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": 1,
+        "head_dim": HEAD_DIM,
+        "vocab_size": LLAMA_VOCAB,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (LLAMA_VOCAB, WIDTH),
+        "model.norm.weight": (WIDTH,),
+        "lm_head.weight": (LLAMA_VOCAB, WIDTH),
+    }
+    for il in range(LLAMA_LAYERS):
+        for name, shape in {
+            "input_layernorm": (WIDTH,),
+            "self_attn.q_proj": (HEADS * HEAD_DIM, WIDTH),
+            "self_attn.k_proj": (HEAD_DIM, WIDTH),
+            "self_attn.v_proj": (HEAD_DIM, WIDTH),
+            "self_attn.o_proj": (WIDTH, HEADS * HEAD_DIM),
+            "post_attention_layernorm": (WIDTH,),
+            "mlp.gate_proj": (FF, WIDTH),
+            "mlp.up_proj": (FF, WIDTH),
+            "mlp.down_proj": (WIDTH, FF),
+        }.items():
+            shapes[f"model.layers.{il}.{name}.weight"] = shape
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    _write_safetensors(folder / "model.safetensors", shapes)
+
+
+def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    random, header, data = np.random.default_rng(1), dict[str, object](), b""
+    for name, shape in shapes.items():
+        values = random.standard_normal(shape, np.float32) / 4 if len(shape) > 1 else np.ones(shape, np.float32)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [len(data), len(data) + values.nbytes]}
+        data += values.tobytes()
+    head = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(head)) + head + data)

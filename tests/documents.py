@@ -39,8 +39,14 @@ def documents() -> list[Path]:
 
 
 def blocks(document: Path) -> Iterator[Block]:
-    """The fenced blocks of a document, in order."""
+    """The fenced blocks of a document, in order.
+
+    Raises:
+        ValueError: a fence that is indented, of tildes, or has no end: it would be overlooked.
+    """
     text = document.read_text()
+    if overlooked := re.findall(r"^\s*(?:```|~~~).*", _FENCE.sub("", text), re.MULTILINE):
+        raise ValueError(f"{document}: fences {overlooked}: begin them at the line's beginning with ```, and end them so")
     for match in _FENCE.finditer(text):
         language = match["info"].split()[0] if match["info"].strip() else ""
         line = text.count("\n", 0, match.start("text")) + 1

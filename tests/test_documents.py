@@ -15,6 +15,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from documents import ROOT, SHOWN, blocks, documents
 from small_models import write_small_gguf, write_small_llama
 
 import memra_pp
+from memra_pp import cli
 
 BLOCKS = [block for document in documents() for block in blocks(document)]
 PYTHON = [block for block in BLOCKS if block.language == "python"]
@@ -132,6 +134,7 @@ def test_python(document: str, place: Path, local: None, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("document", "command"), COMMANDS, ids=str)
 def test_command(document: str, command: str, place: Path) -> None:
+    """In the documents' order: one may use what another has written."""
     check = next((check for start, check in NOT_RUN.items() if command.startswith(start)), None)
     if check is not None:
         check(command)
@@ -145,15 +148,12 @@ def test_command(document: str, command: str, place: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
-def run(command: str, place: Path, options: str) -> subprocess.CompletedProcess[str]:
-    """A command of a document, in a shell where `memra-pp` is this tree's, with `options` behind those given."""
-    env = {
-        **os.environ,
-        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "OPTIONS": options,
-    }
-    return subprocess.run(["bash", "-c", command], cwd=place, env=env, capture_output=True, text=True, timeout=240, check=False)
+def test_the_plan_that_is_shown(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    readme = [block for block in BLOCKS if block.document == "README.md"]
+    asked, shown = next((a, b) for a, b in pairwise(readme) if a.text.startswith("memra-pp plan"))
+    assert cli.main(shlex.split(asked.text, comments=True)[1:]) == 0
+    assert capsys.readouterr().out.strip() == shown.text.strip()
 
 
 def test_every_message_explained_is_one_of_the_code() -> None:
@@ -169,3 +169,14 @@ def test_every_message_explained_is_one_of_the_code() -> None:
     patterns = {message: ".*".join(re.escape(part.strip()) for part in message.split("...")) for message in explained}
     unknown = [message for message, pattern in patterns.items() if not any(re.search(pattern, text) for text in said)]
     assert explained and not unknown
+
+
+def run(command: str, place: Path, options: str) -> subprocess.CompletedProcess[str]:
+    """A command of a document, in a shell where `memra-pp` is this tree's, with `options` behind those given."""
+    env = {
+        **os.environ,
+        "PATH": f"{place / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "OPTIONS": options,
+    }
+    return subprocess.run(["bash", "-c", command], cwd=place, env=env, capture_output=True, text=True, timeout=240, check=False)

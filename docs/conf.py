@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 from importlib.metadata import version as installed
 
 from docutils import nodes
@@ -41,20 +42,24 @@ napoleon_use_ivar = True
 os.environ["COLUMNS"] = "100"
 
 
-class CommandHelp(SphinxDirective):
-    """What `memra-pp ARGUMENTS --help` prints, out of the parser itself."""
+def help_of(*command: str) -> nodes.literal_block:
+    """What `memra-pp COMMAND --help` prints, out of the parser itself."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        cli.main([*command, "--help"])
+    return nodes.literal_block(printed.getvalue(), printed.getvalue(), language="text")
 
-    required_arguments = 0
-    optional_arguments = 1
+
+class CommandHelp(SphinxDirective):
+    """The help of the command, and a section for each of its own commands."""
 
     def run(self) -> list[nodes.Node]:
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            cli.main([*self.arguments, "--help"])
-        block = nodes.literal_block(printed.getvalue(), printed.getvalue())
-        block["language"] = "text"
-        return [block]
+        overview = help_of()
+        names = re.findall(r"^    (\w+)", overview.rawsource, re.MULTILINE)
+        sections = [nodes.section("", nodes.title("", name), help_of(name), ids=[name], names=[name]) for name in names]
+        return [overview, *sections]
 
 
 def setup(app: Sphinx) -> None:
+    """Registers what these pages add to Sphinx."""
     app.add_directive("command-help", CommandHelp)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-SHOWN = ("", "text", "{toctree}", "{eval-rst}", "{command-help}")
+SHOWN = ("", "text", "{toctree}", "{eval-rst}", "{command-help}", "{include}")
 """Fences that nobody runs: what a command prints, and what the documentation site puts in their place."""
 
 _FENCE = re.compile(r"^(?P<ticks>```+)(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=ticks)\s*$", re.MULTILINE | re.DOTALL)

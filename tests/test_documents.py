@@ -51,7 +51,17 @@ def target_is_there(command: str) -> None:
     subprocess.run(["make", "--dry-run", shlex.split(command, comments=True)[1]], cwd=ROOT, check=True, capture_output=True)
 
 
-NOT_RUN: dict[str, Callable[[str], None]] = {"pip install ": extra_is_there, "make ": target_is_there}
+def files_are_there(command: str) -> None:
+    """It needs machines of its own, or an image registry."""
+    named = [word for word in shlex.split(command, comments=True) if word.startswith("cluster/")]
+    assert named and all((ROOT / name).is_file() for name in named)
+
+
+NOT_RUN: dict[str, Callable[[str], None]] = {
+    "pip install ": extra_is_there,
+    "make ": target_is_there,
+    **dict.fromkeys(("ray ", "docker ", "kubectl "), files_are_there),
+}
 """How such a command begins, and its check."""
 
 NO_GPU = "--device cuda"

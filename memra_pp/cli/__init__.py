@@ -14,7 +14,7 @@ from ..admission.shape import slack_rows
 from ..cache.formats import K_CHOICES, V_CHOICES
 from ..errors import MemraError
 from .demo import demo_weights
-from .options import count, cuts, positive, size, sizes, weights
+from .options import count, cuts, lengths, positive, seconds, size, sizes, weights
 
 __all__ = ["demo_weights", "main"]
 
@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no reason to fail
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else [*argv]
+    args = _parser().parse_args(words, argparse.Namespace(words=words))
     signal.signal(signal.SIGTERM, _terminated)
     try:
         args.run(args)
@@ -60,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="continue a text, and report on every stage")
     run.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     run.add_argument("--prompt", required=True, help="the text to continue")
+    _add_max_new(run)
     _add_launch(run)
     run.add_argument("--speculate", type=count, default=0, metavar="K", help="most drafts a round (default: 0, none)")
     run.add_argument("--drafter", help="ngram, or the model that drafts: a GGUF file or a directory (default: ngram)")
@@ -71,14 +73,28 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--prompt", required=True, help="the text to continue")
     export.add_argument("--out", required=True, metavar="FILE", help="the file to write")
     export.add_argument("--room", type=count, default=256, metavar="N", help="tokens that may follow later (default: 256)")
+    _add_max_new(export)
     _add_launch(export)
     export.set_defaults(run=_export)
 
     imported = commands.add_parser("import", help="continue the text of an exported session, with stages cut anywhere")
     imported.add_argument("file", metavar="FILE", help="what export has written")
     imported.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    _add_max_new(imported)
     _add_launch(imported)
     imported.set_defaults(run=_import)
+
+    bench = commands.add_parser("bench", help="measure a model on stages: tokens a second, latency, where time and bytes go")
+    bench.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    bench.add_argument("--seconds", type=seconds, default=30.0, metavar="S", help="how long to measure (default: 30)")
+    bench.add_argument("--sessions", type=positive, default=8, metavar="N", help="most sessions at a time (default: 8)")
+    bench.add_argument(
+        "--prompts", type=lengths, default=(64, 256, 1024), metavar="N,N", help="tokens of the prompts (default: 64,256,1024)"
+    )
+    bench.add_argument("--speculate", type=count, default=4, metavar="K", help="most drafts a round (default: 4; 0: no rounds)")
+    bench.add_argument("--report", metavar="FILE", help="write a page with pictures: one HTML file that needs no network")
+    _add_launch(bench)
+    bench.set_defaults(run=_bench)
 
     plan = commands.add_parser("plan", help="say how many sessions fit on given devices, what limits them and what helps")
     plan.add_argument("model", metavar="MODEL", help="a config.json, a model directory or a GGUF file; no weights are loaded")
@@ -121,11 +137,14 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--backend", default="ray", choices=("ray", "local"), help="Ray actors, or all in this process")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="what stages run on (default: auto)")
-    parser.add_argument("--max-new", type=count, default=64, help="most tokens to generate (default: 64)")
     parser.add_argument("--max-ctx", type=int, help="longest context in tokens (default: the model's)")
     parser.add_argument("--threads", type=int, help="kernel threads a stage (default: the cores shared out)")
     _add_formats(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and table")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and tables")
+
+
+def _add_max_new(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--max-new", type=count, default=64, help="most tokens to generate (default: 64)")
 
 
 def _add_formats(parser: argparse.ArgumentParser) -> None:
@@ -150,6 +169,12 @@ def _import(args: argparse.Namespace) -> None:
     from .handover import import_
 
     import_(args)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from .bench import bench
+
+    bench(args)
 
 
 def _plan(args: argparse.Namespace) -> None:

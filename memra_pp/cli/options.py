@@ -18,6 +18,7 @@ from ..config.weight_bytes import weights_of_bits, weights_of_total
 MAX_DEVICES = 4096
 MAX_SIZE = 1 << 60
 LEAST_DEVICE = 1 << 20
+MAX_SECONDS = 3600
 
 _NAMED = {
     **{f"{prefix}iB": 1024**n for n, prefix in reversed([*enumerate("KMGT", 1)])},
@@ -47,6 +48,22 @@ def positive(text: str) -> int:
     digits = text.removesuffix("k").removesuffix("K")
     if not digits.isdecimal() or len(digits) > 12 or (number := int(digits) * (1 if digits == text else 1024)) < 1:
         raise argparse.ArgumentTypeError(f"{text[:20]!r}: a number from 1, such as 64 or 32k")
+    return number
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Whole numbers of 1 or more, separated by commas, from the smallest on; `4k` is 4,096."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
+
+
+def seconds(text: str) -> float:
+    """Seconds, more than 0 and at most an hour."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number <= MAX_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text[:20]!r}: more than 0 and at most {MAX_SECONDS:,} seconds")
     return number
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,9 +23,8 @@ from ..models import load_tokenizer
 from ..models.tokenizer import Tokenizer
 from .demo import demo_weights
 from .options import policy
+from .progress import Bar
 from .table import columns
-
-BAR_WIDTH = 24
 
 
 def run(args: argparse.Namespace) -> None:
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> None:
 def launched(model: Path, args: argparse.Namespace) -> Iterator[tuple[Pipeline, float]]:
     """The pipeline that the options ask for, with a bar while it comes up, and the seconds that took."""
     started = time.perf_counter()
-    steps = None if args.json else _Progress()
+    bar = None if args.json else Bar()
     with launch(
         model,
         stages=args.stages,
@@ -63,11 +61,11 @@ def launched(model: Path, args: argparse.Namespace) -> Iterator[tuple[Pipeline, 
         policy=policy(args),
         max_ctx=args.max_ctx,
         threads=args.threads,
-        progress=steps,
+        progress=bar,
     ) as pipe:
         loaded = time.perf_counter() - started
-        if steps is not None:
-            steps.done(loaded)
+        if bar is not None:
+            bar.clear()
         yield pipe, loaded
 
 
@@ -158,24 +156,6 @@ def _summary(report: dict[str, Any]) -> str:
         parts.append(f"{report['rounds']} rounds, {report['drafted']} drafted, {report['accepted']} accepted")
         parts.append(f"{report['traversals']} traversals, {count / report['traversals']:.2f} tokens each")
     return ", ".join([*parts, f"K/V {', '.join(report['kv'])}", f"loaded in {report['load_s']:.1f} s"])
-
-
-class _Progress:
-    """A bar on stderr while stages come up: one step a stage, redrawn in place on a terminal."""
-
-    def __init__(self) -> None:
-        self._loaded = 0
-        self._tty = sys.stderr.isatty()
-
-    def __call__(self, text: str, done: int, of: int) -> None:
-        filled = BAR_WIDTH * done // of
-        bar = f"[{'#' * filled}{'.' * (BAR_WIDTH - filled)}] {text}"
-        print(f"\r{bar:<72}" if self._tty else bar, end="" if self._tty else "\n", file=sys.stderr, flush=True)
-
-    def done(self, seconds: float) -> None:
-        """Clears the bar."""
-        if self._tty:
-            print("\r" + " " * 72 + "\r", end="", file=sys.stderr, flush=True)
 
 
 def encoded(model: Path, args: argparse.Namespace) -> tuple[list[int], Tokenizer]:

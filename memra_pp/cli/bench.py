@@ -12,6 +12,7 @@ from typing import Any
 
 from ..config import ModelConfig, WeightBytes, read_weight_bytes
 from ..driver.cut import fence_for
+from ..driver.drafters import MAX_DRAFTS
 from ..driver.launch import PREFILL_CHUNK, model_path
 from ..driver.shapes import most_drafts
 from ..errors import ConfigError, InputError, checked_int, require
@@ -61,7 +62,8 @@ def bench(args: argparse.Namespace) -> None:
 def _asked(args: argparse.Namespace, cfg: ModelConfig) -> Asked:
     """What to measure, checked before anything is started."""
     sessions = checked_int(InputError, "--sessions", args.sessions, 1, MAX_SESSIONS)
-    drafts = checked_int(InputError, "--speculate", args.speculate, 0, most_drafts(PREFILL_CHUNK, cfg.n_vocab))
+    most = min(MAX_DRAFTS, most_drafts(PREFILL_CHUNK, cfg.n_vocab))
+    drafts = checked_int(InputError, "--speculate", args.speculate, 0, most)
     rows = cfg.max_ctx if args.max_ctx is None else args.max_ctx
     least = PROMPT + LEAST_NEW + drafts
     require(rows >= least, InputError, "the context", rows, f"{least} rows or more, to be benched with --speculate {drafts}")

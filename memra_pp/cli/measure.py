@@ -11,7 +11,7 @@ from ..config import WeightBytes
 from ..driver.chain import Progress
 from ..driver.drafters import Draft
 from ..driver.pipeline import Pipeline
-from ..errors import AdmissionError
+from ..errors import AdmissionError, StageError
 from .figures import Figures, Prefill
 from .probes import PROMPT, decode, hold, hop_times, prefill, roll_back, speculate
 
@@ -49,7 +49,7 @@ def measure(pipe: Pipeline, weights: WeightBytes | None, asked: Asked, progress:
 
     Raises:
         AdmissionError: not even one session fits.
-        StageError: a stage failed.
+        StageError: a stage failed, or was lost and replaced meanwhile.
     """
     parts = _Parts(progress, 3 + len(asked.rows) + len(doubled(asked.sessions)) + (3 if asked.drafts else 0))
     parts.tell("warming up")
@@ -72,6 +72,8 @@ def measure(pipe: Pipeline, weights: WeightBytes | None, asked: Asked, progress:
         for draft in (None, Draft(k=asked.drafts, by="ngram")):
             name = "no speculation" if draft is None else "speculation, ngram"
             speculated += parts.run(name, speculate, pipe, draft, asked.drafts, asked.share("speculation", 2))
+    if lost := pipe.health()["recoveries"]:
+        raise StageError(f"stages were lost {lost} times while they were measured: the times are not theirs; bench again")
     return Figures(
         warm_s=warm - began,
         measured_s=time.perf_counter() - warm,

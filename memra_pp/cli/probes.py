@@ -81,7 +81,7 @@ def decode(pipe: Pipeline, sessions: int, seconds: float) -> Decode:
         before, end = _stage_times(pipe), time.perf_counter() + seconds
         for told, (index, _) in enumerate(tokens):
             came[index].append(time.perf_counter())
-            if told > MIN_STEPS * sessions and came[index][-1] >= end:
+            if told >= (1 + MIN_STEPS) * sessions and came[index][-1] >= end:
                 break
         spent = [_between(*times) for times in zip(before, _stage_times(pipe), strict=True)]
     steps = [b - a for times in came.values() for a, b in pairwise(times)]

@@ -239,6 +239,14 @@ def test_parts_without_figures_have_no_section() -> None:
     ]  # fmt: skip
 
 
+def test_every_stage_is_named_however_many_there_are() -> None:
+    stages = tuple(replace(BENCH.figures.stages[0], stage=s, layers=(s, s + 1), device=f"cpu:{s}") for s in range(20))
+    report = Page(page(replace(BENCH, figures=replace(BENCH.figures, stages=stages, left_out=()))))
+    assert [text for text in report.all_of("li") if text.startswith("stage ")] == [
+        f"stage {s}: layer {s}, cpu:{s}" for s in range(20)
+    ]  # fmt: skip
+
+
 def test_more_sessions_than_fit_are_left_out(hybrid: Path) -> None:
     with one_stage(hybrid, sessions=2) as pipe:
         found = measure(pipe, None, Asked(0.1, (8,), 4, 0), lambda text, done, of: None)

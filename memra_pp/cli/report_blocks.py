@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from xml.etree.ElementTree import Element
 
 from .markup import element
@@ -28,9 +28,9 @@ def row(name: str, picture: Element, value: str) -> Element:
     return element("div", element("span", name), element("span", value), picture, class_="row")
 
 
-def legend(names: Mapping[str, str]) -> Element:
-    """What the colours of these classes mean."""
-    entries = [element("li", element("i", class_=class_, aria_hidden="true"), name) for class_, name in names.items()]
+def legend(*names: tuple[str, str]) -> Element:
+    """What the colours mean: classes, and what has them."""
+    entries = [element("li", element("i", class_=class_, aria_hidden="true"), name) for class_, name in names]
     return element("ul", *entries, class_="legend")
 
 

@@ -31,8 +31,8 @@ def fence(bench: Bench) -> Element:
         f"work while {_count(last.sessions, 'session')} decode. The stage with the most work sets the pace."
     )
     bars = [row(name, _shares(name, sizes), "") for name, sizes in rows.items() if sizes]
-    names = [f"stage {stage.stage}: {_layers(stage)}, {stage.device}" for stage in stages]
-    return section("The fence", note, *bars, legend(dict(zip(map(_colour, range(len(stages))), names, strict=False))))
+    names = [(_colour(stage.stage), f"stage {stage.stage}: {_layers(stage)}, {stage.device}") for stage in stages]
+    return section("The fence", note, *bars, legend(*names))
 
 
 def decode(found: Sequence[Decode]) -> Element:
@@ -49,7 +49,7 @@ def decode(found: Sequence[Decode]) -> Element:
             figure(
                 "Step latency",
                 lines("Milliseconds a step against sessions", "ms", "sessions", places, steps),
-                legend({f"line{i}": name for i, name in enumerate(steps)}),
+                legend(*((f"line{i}", name) for i, name in enumerate(steps))),
             ),
         ),
         table("Decode by sessions", ("sessions", "tok/s", "p50 ms", "p99 ms", "steps"), cells),
@@ -64,7 +64,7 @@ def stage_times(found: Sequence[Decode]) -> Element:
         "While sessions decode. With one session a pipeline's stages wait for each other; with as many as there are stages, or "
         "more, each can work on another.",
         beside(*(figure(_count(point.sessions, "session"), *_time_rows(point)) for point in shown)),
-        legend(TIMES),
+        legend(*TIMES.items()),
     )
 
 

@@ -172,6 +172,15 @@ def test_the_tables_have_every_part(hybrid: Path, capsys: pytest.CaptureFixture[
     assert all(line.startswith("[") for line in err.splitlines())
 
 
+def test_ray_is_the_default_backend(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = [option for option in QUICK if option not in ("--backend", "local")]
+    assert cli.main(["bench", str(hybrid), "--stages", "2", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["launch"]["backend"] == "ray"
+    assert [len(point["stages"]) for point in found["figures"]["decode"]] == [2, 2, 2]
+    assert all(hop["frames"] > 0 and hop["median_us"] <= hop["p99_us"] for hop in found["figures"]["hops"])
+
+
 def test_a_page_shows_every_figure() -> None:
     report = Page(page(BENCH))
     assert report.data == json.loads(json.dumps(asdict(BENCH)))

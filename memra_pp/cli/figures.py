@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the command ran, and with what. Stages of a cluster may be elsewhere. `load` is the mean number of processes that
-    were running in the minute before, None where it is not known."""
+    """Where the command ran, and with what. Stages of a cluster may be elsewhere. `load` is how many processes ran or wanted to
+    in the minute before."""
 
     cpu: str
     cores: int
-    memory_bytes: int | None
+    memory_bytes: int
     system: str
-    load: float | None
+    load: float
     versions: dict[str, str]
 
 

@@ -79,15 +79,17 @@ def _sections(bench: Bench) -> Iterator[Element]:
 def _made(bench: Bench) -> Element:
     """How to get these figures again."""
     machine, launch, figures = bench.machine, bench.launch, bench.figures
-    memory = "" if machine.memory_bytes is None else f", {human(machine.memory_bytes)}"
     weights = "" if bench.model.weight_bytes is None else f", {human(bench.model.weight_bytes)} of weights"
-    load = "load not known" if machine.load is None else f"load {machine.load:.1f} before"
     told = (
         ("model", bench.model.name, f"{bench.model.arch}, {bench.model.layers} layers{weights}"),
         ("stages", str(len(figures.stages)), f"{launch.backend}, cut: {launch.cut_by}"),
         ("K/V", ", ".join(launch.kv), f"rings {launch.ring}"),
         ("measured", f"in {figures.measured_s:.0f} s", f"{bench.began}, {figures.warm_s:.1f} s of first steps before"),
-        ("machine", machine.cpu, f"{machine.cores} cores{memory}, {load}, {machine.system}"),
+        (
+            "machine",
+            machine.cpu,
+            f"{machine.cores} cores, {human(machine.memory_bytes)}, load {machine.load:.1f} before, {machine.system}",
+        ),
         ("versions", "", ", ".join(f"{name} {of}" for name, of in machine.versions.items())),
     )
     note = "The machine is the one that the command ran on; the stages of a cluster may be elsewhere."

@@ -18,9 +18,9 @@ import memra_pp
 from memra_pp import cli
 from memra_pp.admission import CostModel, session_ctx
 from memra_pp.cache import KvPolicy
-from memra_pp.cli import measure as measuring
-from memra_pp.cli.charts import ceiling, short
-from memra_pp.cli.figures import (
+from memra_pp.cli.bench import measure as measuring
+from memra_pp.cli.bench.charts import ceiling, short
+from memra_pp.cli.bench.figures import (
     Bench,
     Decode,
     Figures,
@@ -35,9 +35,9 @@ from memra_pp.cli.figures import (
     Stage,
     StageTime,
 )
-from memra_pp.cli.measure import Asked, doubled, measure
-from memra_pp.cli.probes import NEW, PROMPT
-from memra_pp.cli.report import page
+from memra_pp.cli.bench.measure import Asked, doubled, measure
+from memra_pp.cli.bench.probes import NEW, PROMPT
+from memra_pp.cli.bench.report import page
 from memra_pp.config import ModelConfig
 from memra_pp.errors import StageError
 

@@ -172,7 +172,7 @@ def _import(args: argparse.Namespace) -> None:
 
 
 def _bench(args: argparse.Namespace) -> None:
-    from .bench import bench
+    from .bench.command import bench
 
     bench(args)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from xml.etree.ElementTree import Element
 
+from ..table import human
+from .blocks import beside, figure, legend, row, section, table
 from .charts import Part, lines, short, strip
 from .figures import Bench, Decode, Hop, Prefill, Rollback, Speculation, Stage
-from .report_blocks import beside, figure, legend, row, section, table
-from .table import human
 
 COLOURS = 8
 """Stages have the classes `stage0` to `stage7`, over and over."""

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
-from ..config import WeightBytes
-from ..driver.chain import Progress
-from ..driver.drafters import Draft
-from ..driver.pipeline import Pipeline
-from ..errors import AdmissionError, StageError
+from ...config import WeightBytes
+from ...driver.chain import Progress
+from ...driver.drafters import Draft
+from ...driver.pipeline import Pipeline
+from ...errors import AdmissionError, StageError
 from .figures import Figures, Prefill
 from .probes import PROMPT, decode, hold, hop_times, prefill, roll_back, speculate
 

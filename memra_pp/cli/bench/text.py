@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..table import columns, human
 from .figures import Bench, Figures
-from .table import columns, human
 
 
 def tables(bench: Bench) -> str:

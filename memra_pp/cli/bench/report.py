@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from . import report_sections as sections
+from ..table import human
+from . import sections
+from .blocks import facts, section, table
 from .charts import short
 from .figures import Bench
 from .markup import data, document, element
-from .report_blocks import facts, section, table
-from .table import human
 
 STYLE = Path(__file__).with_name("report.css")
 

@@ -10,22 +10,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ..config import ModelConfig, WeightBytes, read_weight_bytes
-from ..driver.cut import fence_for
-from ..driver.drafters import MAX_DRAFTS
-from ..driver.launch import PREFILL_CHUNK, model_path
-from ..driver.shapes import most_drafts
-from ..errors import ConfigError, InputError, checked_int, require
-from ..stage.worker import MAX_SESSIONS
-from .bench_text import tables
-from .demo import demo_weights
+from ...config import ModelConfig, WeightBytes, read_weight_bytes
+from ...driver.cut import fence_for
+from ...driver.drafters import MAX_DRAFTS
+from ...driver.launch import PREFILL_CHUNK, model_path
+from ...driver.shapes import most_drafts
+from ...errors import ConfigError, InputError, checked_int, require
+from ...stage.worker import MAX_SESSIONS
+from ..demo import demo_weights
+from ..progress import Bar
+from ..run import launched, require_writable
 from .figures import Bench, Launch, Model
 from .machine import machine
 from .measure import Asked, measure
 from .probes import PROMPT
-from .progress import Bar
 from .report import page
-from .run import launched, require_writable
+from .text import tables
 
 LEAST_NEW = 32
 """Rows behind a prompt that a bench needs, beside those of a round's drafts."""

@@ -131,6 +131,12 @@ def test_the_plan_command_loads_nothing_heavy(data, options):
     assert "memra_pp" in loaded and not set(HEAVY) & loaded
 
 
+def test_the_status_command_loads_nothing_heavy(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    loaded = loaded_by("import memra_pp.cli; assert memra_pp.cli.main(['status']) == 1")
+    assert "memra_pp" in loaded and not set(HEAVY) & loaded
+
+
 def test_help_loads_nothing_heavy():
     loaded = loaded_by("import memra_pp.cli\ntry: memra_pp.cli.main(['--help'])\nexcept SystemExit: pass\npass")
     assert "memra_pp" in loaded and not set(HEAVY) & loaded

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from typing import Any
 
 from .cost import CostModel
 from .holding import HoldTimes
@@ -21,6 +22,8 @@ LOOKAHEAD = 16
 
 MAX_WAITING = 1024
 """Requests in the queue; of one tenant, no more than its share of them."""
+
+VERDICTS: dict[type[Verdict], str] = {Admit: "admitted", Defer: "deferred", Refuse: "refused"}
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,8 @@ class Admission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.ledger, self.cost, self.limit, self.bypass = ledger, cost, limit, bypass
-        self._counts: dict[type[Verdict], int] = {Admit: 0, Defer: 0, Refuse: 0}
+        self._counts: dict[type[Verdict], int] = dict.fromkeys(VERDICTS, 0)
+        self._reasons: Counter[tuple[type[Verdict], int, Reason]] = Counter()
         self._clock = clock
         self._tenants = Tenants(ledger, tenant_share)
         self._holding = HoldTimes()
@@ -84,7 +88,7 @@ class Admission:
     def ask(self, request: Request) -> Verdict:
         """Whether the request is admitted now. One that is not leaves nothing behind."""
         verdict = self._decide(request, self.cost.charges(request.shape))
-        self._counts[type(verdict)] += 1
+        self._count(verdict)
         return verdict
 
     def submit(self, request: Request, timeout_s: float) -> Admit | Refuse | Ticket:
@@ -97,7 +101,7 @@ class Admission:
                 self._queue(ticket)
                 return ticket
             verdict = _refused(verdict, "waiting room", f"{len(self._waiting)} requests are waiting, and no more may")
-        self._counts[type(verdict)] += 1
+        self._count(verdict)
         return verdict
 
     def release(self, session: int) -> None:
@@ -149,10 +153,23 @@ class Admission:
         self._queued = Counter(ticket.request.tenant for ticket in self._waiting.values())
         self._pump()
 
-    def stats(self) -> dict[str, float]:
-        """Verdicts so far, requests in the queue, and how long a session typically keeps its bytes, in seconds."""
-        verdicts = zip(("admitted", "deferred", "refused"), self._counts.values(), strict=True)
-        return {**dict(verdicts), "waiting": len(self._waiting), "typical_hold_s": self._holding.typical_s}
+    def stats(self) -> dict[str, Any]:
+        """Verdicts so far, why those were not `admitted` that were not, by the stage and the reason that bound, requests in the
+        queue, and how long a session typically keeps its bytes, in seconds."""
+        return {
+            **{name: self._counts[kind] for kind, name in VERDICTS.items()},
+            "reasons": [
+                {"verdict": VERDICTS[kind], "stage": stage, "reason": reason, "count": count}
+                for (kind, stage, reason), count in self._reasons.items()
+            ],
+            "waiting": len(self._waiting),
+            "typical_hold_s": self._holding.typical_s,
+        }
+
+    def _count(self, verdict: Verdict) -> None:
+        self._counts[type(verdict)] += 1
+        if not isinstance(verdict, Admit):
+            self._reasons[type(verdict), verdict.stage, verdict.reason] += 1
 
     def _decide(self, request: Request, charges: tuple[int, ...]) -> Verdict:
         if request.shape.ctx > self.limit:
@@ -250,7 +267,7 @@ class Admission:
         return [sum(column) for column in zip([0] * len(self.ledger.homes), *(t.charges for t in tickets), strict=True)]
 
     def _tell(self, ticket: Ticket, verdict: Admit | Refuse) -> None:
-        self._counts[type(verdict)] += 1
+        self._count(verdict)
         ticket.outcome.tell(verdict)
 
     def _later(self, short: Shortage) -> Defer:

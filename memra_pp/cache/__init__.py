@@ -28,6 +28,7 @@ from .sizing import (
     cache_snapshot_bytes_for_layers,
     cache_states_bytes_for_layers,
     slab_bytes,
+    slab_bytes_by_kind,
     slice_layout,
     stage_layout,
 )
@@ -65,6 +66,7 @@ __all__ = [
     "kv_cache_formats",
     "kv_fp8_on",
     "slab_bytes",
+    "slab_bytes_by_kind",
     "slice_layout",
     "stage_layers",
     "stage_layout",

@@ -7,7 +7,7 @@ charged and what is allocated cannot differ.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from ..config import KvPlan, LayerPlan, ModelConfig, RecurrentPlan
 from ..config.fence import stage_layers
@@ -17,6 +17,8 @@ from .ring import swa_ring_rows
 
 Dtype = Literal["u8", "f32", "i32"]
 Recurrent = Literal["replay", "states"]
+Kind = Literal["k", "v", "length", "recurrent", "snapshot", "padding"]
+"""What a session's bytes are for; `padding` is what its buffers and their slab are rounded up by."""
 
 ITEM_BYTES: dict[Dtype, int] = {"u8": 1, "f32": 4, "i32": 4}
 
@@ -40,6 +42,24 @@ class Allocation(NamedTuple):
     def bytes(self) -> int:
         """Bytes before any rounding."""
         return self.elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def kind(self) -> Kind:
+        """What they are for."""
+        return KINDS[self.name]
+
+
+KINDS: dict[str, Kind] = {
+    "k": "k",
+    "v": "v",
+    "len_d": "length",
+    "conv_state": "recurrent",
+    "ssm_state": "recurrent",
+    "ssm_state_alt": "recurrent",
+    "snapshot.conv_state": "snapshot",
+    "snapshot.ssm_state": "snapshot",
+}
+"""The kind of every allocation, by its name."""
 
 
 class KvLayout(NamedTuple):
@@ -115,6 +135,15 @@ def round_up(n: int, unit: int) -> int:
 def slab_bytes(layout: Iterable[Allocation], granularity: int = 1) -> int:
     """Bytes of the one slab that holds a layout's buffers, each rounded up to `SLAB_ALIGN`, in whole units of a device."""
     return round_up(sum([round_up(a.bytes, SLAB_ALIGN) for a in layout]), granularity)
+
+
+def slab_bytes_by_kind(layout: Sequence[Allocation], granularity: int = 1) -> dict[Kind, int]:
+    """`slab_bytes` by what they are for; they add up to it."""
+    by_kind: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
+    for a in layout:
+        by_kind[a.kind] += a.bytes
+    by_kind["padding"] = slab_bytes(layout, granularity) - sum(by_kind.values())
+    return by_kind
 
 
 def state_copies(snapshots: int, recurrent: Recurrent, speculate: int) -> int:

@@ -123,6 +123,14 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--reserve", type=size, help="bytes of each device that are left alone (default: 1GiB)")
     plan.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
     plan.set_defaults(run=_plan)
+
+    status = commands.add_parser("status", help="show how a running pipeline of yours on this machine fares")
+    status.add_argument(
+        "pipeline", nargs="?", metavar="PID", help="its process, or its name out of the list of them (default: the only one)"
+    )
+    status.add_argument("--once", action="store_true", help="show it once, rather than every second until Ctrl-C")
+    status.add_argument("--json", action="store_true", help="print one JSON list, an object a pipeline, and end")
+    status.set_defaults(run=_status)
     return parser
 
 
@@ -181,6 +189,12 @@ def _plan(args: argparse.Namespace) -> None:
     from .plan import plan
 
     plan(args)
+
+
+def _status(args: argparse.Namespace) -> None:
+    from .status import status
+
+    status(args)
 
 
 def _drop_stdout() -> None:

@@ -198,6 +198,7 @@ class Calls:
         """The token sampled behind the rows fed."""
         with self._turn():
             self._next = sampler.pick(answer, self.books.plan.pos)
+            self._pipe.report.count(tokens=1)
             return self._next
 
     def generate(self, max_new_tokens: int, sampling: SamplingParams | None, draft: Draft | None) -> Generation:
@@ -316,7 +317,7 @@ class Calls:
             self.books.rollback(slot, accepted)
             self._held, self._drafts = slot, drafts
         self._next = chosen
-        self._pipe.count(rounds=1, drafted=len(drafts), accepted=accepted)
+        self._pipe.report.count(tokens=accepted + 1, rounds=1, drafted=len(drafts), accepted=accepted)
         return Round(accepted, chosen, rows)
 
     def _step_to_snapshot(self, tokens: list[int], **asked: Any) -> work.Steps[tuple[Array, Slot]]:

@@ -92,11 +92,15 @@ class Heart:
                 if stage not in self._gone:
                     self._send(stage, op, frame_id)
             with self._news:
-                self._news.wait_for(lambda: self._gone or all(key in self._answers for key in asked), timeout)
+                self._news.wait_for(
+                    lambda: self._gone or self._stop.is_set() or all(key in self._answers for key in asked), timeout
+                )
                 if self._gone:
                     stage, cause = next(iter(self._gone.items()))
                     raise StageError(f"{self._lanes[stage].peer} is gone: {cause}")
                 late = [self._lanes[stage].peer for stage, frame_id in asked if (stage, frame_id) not in self._answers]
+                if late and self._stop.is_set():
+                    raise StageError(f"no answer to {OPS[op]}: the pipeline was closed, or is being wired anew")
                 if late:
                     raise StageError(f"no answer to {OPS[op]} within {timeout:.0f} s from {', '.join(late)}")
                 return [self._answers[key] for key in asked]
@@ -108,7 +112,9 @@ class Heart:
 
     def close(self) -> None:
         """Tells every stage to stop, and ends the thread."""
-        self._stop.set()
+        with self._news:
+            self._stop.set()
+            self._news.notify_all()
         self._thread.join(timeout=2 * HEARTBEAT_S)
         for stage, lane in enumerate(self._lanes):
             with contextlib.suppress(StageError):

@@ -170,6 +170,7 @@ class LaneChain(Chain):
         if self._closed:
             return
         self._closed = True
+        self._ready.set()
         atexit.unregister(self.close)
         self._unplug()
         bell, self._bell = self._bell, -1  # no late `wake` writes to another's descriptor
@@ -182,7 +183,7 @@ class LaneChain(Chain):
         try:
             return asked(heart)
         except StageError:
-            if heart is self._heart and not self._broke.wait(HEARTBEAT_S):
+            if self._closed or (heart is self._heart and not self._broke.wait(HEARTBEAT_S)):
                 raise
             return asked(self._living())
 

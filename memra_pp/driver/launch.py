@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,9 @@ from .heart import DEATH_S
 from .lane_chain import Recovery
 from .layer_times import WorkKind
 from .pipeline import Pipeline
+from .report import Report
+from .status import open_door
+from .watcher import Watcher
 
 STEP_S = 300.0
 DEFAULT_MAX_NEW_TOKENS = 512
@@ -38,6 +42,8 @@ PREFILL_CHUNK = 512
 PLACEMENT_S = 10.0
 Backend = Literal["ray", "local"]
 Balance = Literal["even", "bytes", "time", "time:decode", "time:prefill"]
+_numbers = itertools.count(1)
+"""Of this process's pipelines."""
 TIMED: Mapping[str, WorkKind] = {"time": "decode", "time:decode": "decode", "time:prefill": "prefill"}
 
 
@@ -159,7 +165,9 @@ def launch(
     chain = _chain(backend, specs, chosen, by_memory, recovery, placement_timeout, progress)
     cost = CostModel(cfg, chain.specs[0].fence, policy, [chain.devices[home].granularity for home in chain.homes])
     admission = Admission(Ledger(chain.devices, chain.homes), cost, max_ctx, bypass=bypass, tenant_share=tenant_share)
-    return Pipeline(path, chain, admission, default_max_new_tokens, prefill_chunk, step_timeout, cut)
+    pipe = Pipeline(path, chain, admission, default_max_new_tokens, prefill_chunk, step_timeout, cut)
+    pipe.watchers += _watchers(backend, path, pipe.report)
+    return pipe
 
 
 def _chain(
@@ -181,6 +189,17 @@ def _chain(
             return _local_chain(specs, model, by_memory, progress)
         case _:
             raise ConfigError(f"backend={backend!r}: choose ray or local")
+
+
+def _watchers(backend: str, model: Path, report: Report) -> list[Watcher]:
+    """Who looks at a pipeline: whoever asks for its status, and, by way of Ray, Prometheus."""
+    name = f"{os.getpid()}-{next(_numbers)}"
+    watchers: list[Watcher] = [*open_door(name, report, {"model": str(model), "backend": backend})]
+    if backend == "ray":
+        from .metrics_ray import exporters
+
+        watchers += exporters(f"{model.stem}-{name}", report)
+    return watchers
 
 
 def _local_chain(specs: list[StageSpec], model: type[StageModel], by_memory: Refence | None, progress: Progress) -> LocalChain:

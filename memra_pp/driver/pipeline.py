@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import itertools
-import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from functools import cached_property
@@ -17,7 +16,6 @@ from typing import Any, BinaryIO, TypeVar
 
 from ..admission import Admission, Request, SessionShape
 from ..cache.sizing import Recurrent
-from ..config import KvPlan
 from ..errors import InputError, checked_int
 from ..models.tokenizer import Tokenizer, load_tokenizer
 from ..stage.frames import MAX_BODY_BYTES
@@ -30,6 +28,7 @@ from .drafters import Draft, Drafter
 from .drafting import Drafting
 from .many import Ask, Many
 from .opener import Opener
+from .report import Report
 from .sampling import SamplingParams
 from .scheduler import Scheduler
 from .session import Session
@@ -38,6 +37,7 @@ from .shapes import asked_shape, checked_tenant, most_drafts
 from .tokens import checked_prompt
 from .trace import chrome_trace
 from .waits import run, run_async
+from .watcher import Watcher
 from .work import Steps
 
 T = TypeVar("T")
@@ -78,7 +78,6 @@ class Pipeline:
         self._model = model
         self._most_drafts = most_drafts(prefill_chunk, self.cfg.n_vocab)
         self._names = [str(spec) for spec in chain.specs]
-        self._cut = cut
         self._door = Door(admission)
         self.scheduler = Scheduler(chain, Batcher(chain.overlap, prefill_chunk, MAX_BODY_BYTES // 2))
         self._opener = Opener(chain, self.scheduler, self._door, step_timeout)
@@ -87,8 +86,8 @@ class Pipeline:
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._drops: dict[int, weakref.finalize[[int], Session]] = {}
         self._drafting = Drafting(self.cfg.n_vocab)
-        self._counters = dict.fromkeys(("rounds", "drafted", "accepted", "rebuilds"), 0)
-        self._counting = threading.Lock()
+        self.report = Report(cut, chain, self.scheduler, self._door, self._opener)
+        self.watchers: list[Watcher] = []
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -311,42 +310,23 @@ class Pipeline:
             await asyncio.to_thread(self._opener.after_call)
         return done
 
-    def count(self, **more: int) -> None:
-        """Adds to the counters of `stats()`."""
-        with self._counting:
-            for name, value in more.items():
-                self._counters[name] += value
-
     def stats(self) -> dict[str, Any]:
         """What the pipeline and each stage have done, and the bytes of every device.
 
         `traversals` counts frames through the chain, of which `rounds` were rounds, with `drafted` drafts and `accepted` of
-        them; `rebuilds` counts replays of a session's tokens after a stage's device had failed or a stage was lost, and
-        `recoveries` such losses. `devices` has each
-        one's budget, what is reserved, allocated, learned and free of it, and the largest free block, in bytes; `admission`
-        counts verdicts and those who wait. `cut` says what cut the model, `by` `even`, `bytes`, `cuts` or `time:` with a kind
-        of work; then also what was measured of both kinds: the `fence` that is best for each, and the seconds `stage_s` of its
+        them; `tokens` were sampled by rounds and generations; `hop_s` seconds were spent in `hops` ways from stage to stage,
+        the first from here and the last back; `rebuilds` counts replays of a session's tokens after a stage's device had
+        failed or a stage was lost, and `recoveries` such losses. `devices` has each one's budget, what is reserved, allocated,
+        learned and free of it, and the largest free block, in bytes; `admission` counts verdicts, `reasons` for those that did
+        not admit, and those who wait. `cut` says what cut the model, `by` `even`, `bytes`, `cuts` or `time:` with a kind of
+        work; then also what was measured of both kinds: the `fence` that is best for each, and the seconds `stage_s` of its
         stages, `embed_s`, `layers_s` and `head_s`.
 
         Raises:
             StageError: the pipeline is closed, or a stage does not answer.
         """
         self._opener.finish()
-        stages, books, planned = self._opener.books(lambda: (self.chain.stats(), self._door.stats(), self._opener.held))
-        for device in books["devices"]:
-            device["allocated_bytes"] = sum(stages[s]["allocated_bytes"] for s in device["stages"])
-        return {
-            "fence": list(self.fence),
-            "cut": dict(self._cut),
-            "kv": list(dict.fromkeys("/".join(self.policy.formats(p)) for p in self.cfg.layers if isinstance(p, KvPlan))),
-            "ring": self.policy.ring,
-            "sessions": self._opener.live,
-            "traversals": self.chain.traversals,
-            "recoveries": self.chain.recoveries,
-            **self._counters,
-            "stages": [{**stage, "planned_bytes": n} for stage, n in zip(stages, planned, strict=True)],
-            **books,
-        }
+        return self.report.stats()
 
     def health(self) -> dict[str, Any]:
         """Whether the pipeline serves, at once and without asking a stage.
@@ -355,7 +335,7 @@ class Pipeline:
         layers and device; `epoch`, which counts how often the stages were wired; how many `recoveries` were tried, and the
         `last_recovery` that went well: its `cause`, what was `lost` and the seconds it took, `took_s`.
         """
-        return self.chain.health()
+        return self.report.health()
 
     def trace_start(self) -> None:
         """Has every stage keep what becomes of each frame from now on, the last `MAX_SPANS` spans.
@@ -378,6 +358,8 @@ class Pipeline:
 
     def close(self) -> None:
         """Ends every session and stage; closing twice is fine."""
+        for watcher in self.watchers:
+            watcher.stop()
         self._door.close()
         for session in list(self._sessions.values()):
             session.abandon()
@@ -385,6 +367,8 @@ class Pipeline:
         self._drafting.close()
         self.scheduler.close()
         self.chain.close()
+        for watcher in self.watchers:
+            watcher.join()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -37,7 +37,11 @@ CLOSE_S = 60.0
 class _Flight(NamedTuple):
     works: list[Work]
     timeout: float
-    deadline: float
+    sent: float
+
+    @property
+    def deadline(self) -> float:
+        return self.sent + self.timeout
 
 
 class Scheduler:
@@ -45,7 +49,8 @@ class Scheduler:
 
     When a stage is lost it has the chain wired anew, opens every session again, sends opens and closes that were on their way
     once more, and tells everybody else `Rewired`. Once that cannot be done, or the scheduler was closed, all are told so.
-    `spans` keeps its sends and receives for a trace.
+    `spans` keeps its sends and receives for a trace. `hops` counts the ways of frames that came back, to the first stage, from
+    each to the next, and back here, and `hop_s` the seconds they spent there rather than in a stage's hands.
     """
 
     def __init__(self, chain: Chain, batcher: Batcher) -> None:
@@ -56,6 +61,7 @@ class Scheduler:
         self._open: dict[int, Note] = {}
         self._ids = itertools.count(1)
         self.spans = Spans(chain.stages)
+        self.hops, self.hop_s = 0, 0.0
         self._stopping = False
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="memra-scheduler", daemon=True)
@@ -200,7 +206,7 @@ class Scheduler:
         notes = {i: work.note for i, work in enumerate(works) if work.note is not None}
         frame = Frame(next(self._ids), [work.entry for work in works], arrays, notes)
         timeout = min([work.timeout for work in works])
-        self._flying[frame.id] = _Flight(works, timeout, now + timeout)
+        self._flying[frame.id] = _Flight(works, timeout, now)
         began = time.monotonic() if self.spans.tracing else 0.0
         try:
             self._chain.send(frame)
@@ -221,7 +227,10 @@ class Scheduler:
         if frame.hops != self._chain.stages:
             raise StageError(f"{frame.hops} of {self._chain.stages} stages applied frame {frame.id}: launch the pipeline again")
         del self._flying[frame.id]
-        self._batcher.back(flight.works, frame.slowest / 1e6, time.monotonic())
+        now = time.monotonic()
+        self.hops += frame.hops + 1
+        self.hop_s += max(0.0, now - flight.sent - frame.busy / 1e6)
+        self._batcher.back(flight.works, frame.slowest / 1e6, now)
         for work, reply in zip(flight.works, replies(frame), strict=True):
             if work.entry.op and reply.fault is None:
                 self._keep_count(work)

@@ -232,7 +232,7 @@ class Steps:
         """Begins the epoch that the stages are in: they have the session, and it is empty."""
         books, epoch = self._books, self._pipe.chain.epoch
         if books.epoch != epoch:
-            self._pipe.count(rebuilds=bool(books.tokens))
+            self._pipe.report.count(rebuilds=bool(books.tokens))
             books.restart(None, epoch, 1)
 
     def _restart(self, lost: Step) -> work.Steps[None]:
@@ -252,7 +252,7 @@ class Steps:
                 stage, _, message = reply.fault
                 raise StageError(f"{self} could not be reset on stage {stage}: {message}; close it and open another")
         books.restart(lost, *((pipe.chain.epoch, 1) if rewired else (books.epoch, books.seq + 1)))
-        pipe.count(rebuilds=1)
+        pipe.report.count(rebuilds=1)
 
     def _withdraw(self) -> None:
         """Takes back what has not left yet, and waits no more for what has."""

@@ -1,8 +1,8 @@
 """Frames: what travels a lane. Fixed-size records, an optional msgpack header and raw array bytes; every count and length is
 bounded before use.
 
-Wire format, little-endian: a prefix (`kind u32`, `head bytes u32`, `hops u16`, `slot u16`, `slowest u32`, `body bytes i64`, `id
-i64`);
+Wire format, little-endian: a prefix (`kind u32`, `head bytes u32`, `hops u16`, `slot u16`, `slowest u32`, `busy u32`, `body
+bytes i64`, `id i64`);
 the counts of entries, arrays and bytes of notes (`u32` each); a record an entry (the fields of `Entry`, i64); a record an array
 (dtype, rows, width or 0, i64); the notes in msgpack; zeros up to a multiple of 64: that is the head. Then each array's bytes,
 each padded with zeros to a multiple of 64.
@@ -18,15 +18,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import starmap
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgpack
 import numpy as np
 
 from ..errors import FrameError, InputError, LaneError, require
-from ..models.protocol import Array
 
-PREFIX = struct.Struct("<IIHHIqq")
+if TYPE_CHECKING:
+    from ..models.protocol import Array
+
+PREFIX = struct.Struct("<IIHHIIqq")
 GENERAL, PLAIN = 0x3147504D, 0x3150504D  # "MPG1", "MPP1"
 MAX_HEAD_BYTES = 1 << 22
 MAX_BODY_BYTES = 1 << 29
@@ -44,11 +46,11 @@ _FIELDS = 15
 _ENTRY = struct.Struct(f"<{_FIELDS}q")
 _ARRAY = struct.Struct("<3q")
 _COUNTS = struct.Struct("<3I")
-_PLAIN = struct.Struct(f"<IIHHIqq{_FIELDS}q3q16x")  # padded to a multiple of ALIGN
+_PLAIN = struct.Struct(f"<IIHHIIqq{_FIELDS}q3q12x")  # padded to a multiple of ALIGN
 _NO_ARRAY = len(DTYPES), 0, 0
 _NO_NOTES = msgpack.packb({})
 _PADDING = bytes(ALIGN)
-MAX_SLOWEST = 2**32 - 1
+MAX_MICROS = 2**32 - 1
 
 Note = dict[str, Any]
 
@@ -112,7 +114,7 @@ class Frame:
     stage's GPU already, in that slot.
 
     `hops` counts the stages that have applied the frame: all its entries, or what a note says of one. `slowest` is the longest
-    that one of them took for it, in microseconds, `MAX_SLOWEST` for whatever is longer.
+    that one of them took for it and `busy` what all of them took, in microseconds, `MAX_MICROS` for whatever is longer.
     `notes[i]` is what entry `i` says beyond its record: `args` of an open and the `bytes` each stage allocated for it, the
     `answer` to a question, the `piece` of a read or a write and the `array` in which a read has it, the `taps` of a step, or
     the `fault` (`[stage, kind, message]`) of an entry that a stage could not apply. Such an entry travels on without rows.
@@ -128,6 +130,7 @@ class Frame:
     notes: dict[int, Note] = field(default_factory=dict)
     hops: int = 0
     slowest: int = 0
+    busy: int = 0
     slot: int = 0
 
     def bury(self, index: int, fault: list[Any]) -> None:
@@ -157,7 +160,9 @@ def encode(frame: Frame) -> tuple[list[Any], int]:
                 size = a.nbytes
                 body, record = size + -size % ALIGN, _record(a.dtype, a.shape)
             buffers: list[Any] = [
-                _PLAIN.pack(PLAIN, _PLAIN.size, frame.hops, frame.slot, frame.slowest, body, frame.id, *entries[0], *record)
+                _PLAIN.pack(
+                    PLAIN, _PLAIN.size, frame.hops, frame.slot, frame.slowest, frame.busy, body, frame.id, *entries[0], *record
+                )
             ]
             if arrays:
                 buffers += a, _PADDING[: body - size]
@@ -190,7 +195,7 @@ def _general_head(frame: Frame, body: int) -> bytes:
     notes = msgpack.packb(frame.notes) if frame.notes else _NO_NOTES
     size = PREFIX.size + _COUNTS.size + _ENTRY.size * len(entries) + _ARRAY.size * len(records) + len(notes)
     pad = -size % ALIGN
-    prefix = PREFIX.pack(GENERAL, size + pad, frame.hops, frame.slot, frame.slowest, body, frame.id)
+    prefix = PREFIX.pack(GENERAL, size + pad, frame.hops, frame.slot, frame.slowest, frame.busy, body, frame.id)
     counts = _COUNTS.pack(len(entries), len(records), len(notes))
     return b"".join((prefix, counts, *starmap(_ENTRY.pack, entries), *starmap(_ARRAY.pack, records), notes, _PADDING[:pad]))
 
@@ -205,7 +210,7 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
     if got < PREFIX.size:
         return None, PREFIX.size
     found = _PLAIN.unpack_from(buffer)
-    kind, head, hops, slot, slowest, body, frame_id = found[:7]
+    kind, head, hops, slot, slowest, busy, body, frame_id = found[:8]
     if head > MAX_HEAD_BYTES or not 0 <= body <= MAX_BODY_BYTES:
         raise _too_long(LaneError, head, body)
     plain = kind == PLAIN and head == _PLAIN.size
@@ -216,10 +221,10 @@ def read(buffer: memoryview, got: int) -> tuple[Frame | None, int]:
         return None, size
     try:
         if plain:
-            fields = found[7:]
+            fields = found[8:]
             if min(fields) < 0:
                 raise _negative(fields)
-            frame, end = Frame(frame_id, [_entry_of(fields[:_FIELDS])], [], {}, hops, slowest, slot), head
+            frame, end = Frame(frame_id, [_entry_of(fields[:_FIELDS])], [], {}, hops, slowest, busy, slot), head
             if (record := fields[_FIELDS:]) != _NO_ARRAY:
                 array, end = _array(buffer[:size], head, record)
                 frame.arrays.append(array)
@@ -246,7 +251,7 @@ def _array(buffer: memoryview, at: int, record: Sequence[int]) -> tuple[Array, i
 
 def _read_general(buffer: memoryview) -> tuple[Frame, int]:
     """A frame with any number of entries, arrays and notes, and where its arrays end."""
-    _, head, hops, slot, slowest, _, frame_id = PREFIX.unpack_from(buffer)
+    _, head, hops, slot, slowest, busy, _, frame_id = PREFIX.unpack_from(buffer)
     n_entries, n_arrays, n_notes = _COUNTS.unpack_from(buffer, PREFIX.size)
     first = PREFIX.size + _COUNTS.size
     second = first + n_entries * _ENTRY.size
@@ -264,7 +269,7 @@ def _read_general(buffer: memoryview) -> tuple[Frame, int]:
             raise _negative(record)
         array, at = _array(buffer, at, record)
         arrays.append(array)
-    return Frame(frame_id, entries, arrays, _notes(buffer[third:end], n_entries), hops, slowest, slot), at
+    return Frame(frame_id, entries, arrays, _notes(buffer[third:end], n_entries), hops, slowest, busy, slot), at
 
 
 def _notes(packed: memoryview, entries: int) -> dict[int, Note]:

@@ -38,22 +38,25 @@ class Listener:
         self._key = key
         self._sock = _bind(address)
         self.address = address if address.startswith("unix:") else _tcp_address(self._sock)
-        self._ready: dict[str, queue.Queue[Lane]] = {}
+        self._ready: dict[str, queue.Queue[Lane | None]] = {}
         self._greeting: dict[threading.Thread, socket.socket] = {}
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._accept_loop, name="lane-accept", daemon=True)
         self._thread.start()
 
-    def accept(self, role: str, timeout: float) -> Lane:
+    def accept(self, role: str, timeout: float | None) -> Lane:
         """The next lane whose peer asked for `role`.
 
         Raises:
-            LaneError: none came within `timeout` seconds.
+            LaneError: none came within `timeout` seconds (None: for as long as it listens), or the listener was closed.
         """
         try:
-            return self._queue(role).get(timeout=timeout)
+            lane = self._queue(role).get(timeout=timeout)
         except queue.Empty:
             raise LaneError(f"no peer opened a {role} lane at {self.address} within {timeout:.0f} s") from None
+        if lane is None:
+            raise LaneError(f"nobody listens at {self.address} any more")
+        return lane
 
     def close(self) -> None:
         """Stops accepting and drops who is in the handshake or was not asked for; lanes already handed out stay open."""
@@ -69,12 +72,14 @@ class Listener:
             thread.join(timeout=HANDSHAKE_S)
         for ready in self._ready.values():
             while not ready.empty():
-                ready.get().close()
+                if (lane := ready.get()) is not None:
+                    lane.close()
+            ready.put(None)  # for whoever waits
         if self.address.startswith("unix:"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.removeprefix("unix:"))
 
-    def _queue(self, role: str) -> queue.Queue[Lane]:
+    def _queue(self, role: str) -> queue.Queue[Lane | None]:
         with self._lock:
             return self._ready.setdefault(role, queue.Queue())
 

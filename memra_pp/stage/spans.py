@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .frames import MAX_SLOWEST, Frame
+from .frames import MAX_MICROS, Frame
 
 KINDS = ("recv", "compute", "blocked", "send")
 RECV, COMPUTE, BLOCKED, SEND = range(len(KINDS))
@@ -50,7 +50,8 @@ class Spans:
         self.busy += took
         self.free, self._before = now, took
         if (micros := int(1e6 * took)) > frame.slowest:
-            frame.slowest = min(micros, MAX_SLOWEST)
+            frame.slowest = min(micros, MAX_MICROS)
+        frame.busy = min(frame.busy + micros, MAX_MICROS)
         if self.tracing:
             self.keep(frame, RECV, free or began, began)
             self.keep(frame, COMPUTE, began, now)

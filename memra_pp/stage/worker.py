@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from time import monotonic
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 
 from ..admission import Device, SessionShape
-from ..cache import slab_bytes
+from ..cache import slab_bytes_by_kind
+from ..cache.sizing import Kind
 from ..errors import CapacityExceeded, InputError, MemraError, StageError, checked_int, require
 from ..kernels.backend import Rows
 from ..kernels.devices import open_device
@@ -33,6 +35,8 @@ RESERVE_BYTES = 128 << 20
 """Left free beside weights, workspace and caches."""
 
 MAX_SESSIONS = 65536
+KEPT_SHAPES = 1024
+"""Shapes whose bytes are kept: sessions come in a few."""
 MAX_FAULT_BYTES = 1000
 _F32 = np.dtype(np.float32)
 
@@ -73,6 +77,8 @@ class StageWorker:
         self._width = self.spec.cfg.n_vocab if self._last else self.spec.cfg.n_embd
         self._most_wanted = ARGMAX + self.spec.cfg.n_vocab
         self.boundary = Boundary(self.spec, self.device)
+        layout, granularity = self.spec.layout, self.device.granularity
+        self._charge = lru_cache(KEPT_SHAPES)(lambda shape: slab_bytes_by_kind(layout(shape), granularity))
 
     @classmethod
     def load(cls, spec: StageSpec, model: type[StageModel], gpu: int | None = None) -> StageWorker:
@@ -172,7 +178,8 @@ class StageWorker:
         self.spans.computed(frame, began)
 
     def stats(self) -> dict[str, Any]:
-        """Counters, bytes and lengths of this stage, as msgpack can carry them."""
+        """Counters and bytes of this stage, as msgpack can carry them. `bytes` says what sessions' bytes are for; they add up
+        to `allocated_bytes`, but for a session that is opened or closed in this very moment."""
         return {
             "stage": self.spec.stage,
             "layers": [self.spec.layers.start, self.spec.layers.stop],
@@ -181,6 +188,7 @@ class StageWorker:
             "pid": os.getpid(),
             "arena_bytes": self.device.arena_bytes,
             "allocated_bytes": self.device.slab_bytes,
+            "bytes": self._bytes_by_kind(),
             "learned_bytes": self.learned_bytes,
             "sessions": len(self.sessions),
             "boundary": self.boundary.kind,
@@ -194,6 +202,13 @@ class StageWorker:
             session.slab.close()
         self.sessions.clear()
         self.device.close()
+
+    def _bytes_by_kind(self) -> dict[Kind, int]:
+        total: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
+        for shape, sessions in Counter(session.shape for session in [*self.sessions.values()]).items():
+            for kind, size in self._charge(shape).items():
+                total[kind] += sessions * size
+        return total
 
     @cached_property
     def _workspace(self) -> int:
@@ -282,7 +297,7 @@ class StageWorker:
         of, cfg = f"{self.spec}: a session with ", self.spec.cfg
         shape = SessionShape.checked(note.get("args"), of, cfg.max_ctx, self.spec.max_rows)
         offset, size = (self._own_number(note, name) for name in ("offsets", "charges"))
-        need = slab_bytes(self.spec.layout(shape), self.device.granularity)
+        need = sum(self._charge(shape).values())
         if size != need:
             raise StageError(f"{self.spec}: session {number} was charged {size} bytes and takes {need}: this is a bug")
         slab = self.device.slab(offset, size)

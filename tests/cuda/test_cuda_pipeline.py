@@ -83,4 +83,4 @@ def test_a_value_that_cannot_be_kept_costs_its_session_one_replay_then_ends_it(p
             session.decode(5)
         worker.model.backend.upload = upload
     assert len(list(pipe.generate(PROMPTS[2], max_new_tokens=3, sampling=GREEDY))) == 3
-    pipe._counters["rebuilds"] = 0
+    pipe.report._counters["rebuilds"] = 0

@@ -283,7 +283,9 @@ def misnoted(notes):
         rest = struct.pack(f"<3I{len(Entry._fields)}q", 1, 0, len(packed), *frame.entries[0]) + packed
         size = PREFIX.size + len(rest)
         with contextlib.suppress(OSError):
-            lane._sock.sendall(PREFIX.pack(GENERAL, size + -size % ALIGN, 0, 0, 0, 0, frame.id) + rest + bytes(-size % ALIGN))
+            lane._sock.sendall(
+                PREFIX.pack(GENERAL, size + -size % ALIGN, 0, 0, 0, 0, 0, frame.id) + rest + bytes(-size % ALIGN)
+            )
 
     return play
 

@@ -78,7 +78,9 @@ def test_stats_show_what_every_device_has_given_out(room_for, charges):
             "free_bytes": charge,
             "largest_free_bytes": charge,
         }
-    assert stats["admission"] == {"admitted": 2, "deferred": 0, "refused": 0, "waiting": 0, "typical_hold_s": 10.0}
+    assert stats["admission"] == {
+        "admitted": 2, "deferred": 0, "refused": 0, "waiting": 0, "typical_hold_s": 10.0, "reasons": []
+    }  # fmt: skip
     sessions[0].close()
     assert [d["largest_free_bytes"] for d in pipe.stats()["devices"]] == charges  # a hole in front, and what is behind
 
@@ -159,7 +161,10 @@ def test_a_wait_that_is_over_leaves_the_queue_and_says_when_to_try_again(room_fo
     with pytest.raises(AdmissionError, match=r"did not come free in time.*try again in about") as refused:
         opened(pipe, timeout=0.01)
     assert isinstance(refused.value.verdict, Refuse) and refused.value.verdict.reason == "deadline"
-    assert pipe.stats()["admission"] == {"admitted": 1, "deferred": 0, "refused": 1, "waiting": 0, "typical_hold_s": 10.0}
+    assert pipe.stats()["admission"] == {
+        "admitted": 1, "deferred": 0, "refused": 1, "waiting": 0, "typical_hold_s": 10.0,
+        "reasons": [{"verdict": "refused", "stage": refused.value.verdict.stage, "reason": "deadline", "count": 1}],
+    }  # fmt: skip
     holder.close()
     opened(pipe)
 

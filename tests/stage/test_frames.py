@@ -19,8 +19,8 @@ from memra_pp.stage.frames import (
     GENERAL,
     MAX_BODY_BYTES,
     MAX_HEAD_BYTES,
+    MAX_MICROS,
     MAX_NOTE_LIST,
-    MAX_SLOWEST,
     OPEN,
     OPS,
     PLAIN,
@@ -36,8 +36,9 @@ from memra_pp.stage.frames import (
 
 COUNTS = st.integers(0, 2**63 - 1)
 IDS = st.integers(-(2**63), 2**63 - 1)
-MARKS = st.tuples(st.integers(0, 2**16 - 1), st.integers(0, MAX_SLOWEST), st.integers(0, 2**16 - 1))
-"""Of a frame: hops, the slowest, a slot."""
+MICROS = st.integers(0, MAX_MICROS)
+MARKS = st.tuples(st.integers(0, 2**16 - 1), MICROS, MICROS, st.integers(0, 2**16 - 1))
+"""Of a frame: hops, what the slowest stage took and all of them, a slot."""
 VALUES = st.recursive(st.none() | st.booleans() | COUNTS | st.text(max_size=9), lambda c: st.lists(c, max_size=3), max_leaves=4)
 MAPS = st.dictionaries(st.text(max_size=9), VALUES, max_size=4)
 FAULTS = st.tuples(COUNTS, st.text(max_size=9), st.text(max_size=9)).map(list)
@@ -84,12 +85,12 @@ def raw(entries=(), records=(), notes=b"\x80", body=b"", *, counts=None, head=No
     rest += b"".join([struct.pack("<3q", *r) for r in records]) + notes
     rest += bytes(-(PREFIX.size + len(rest)) % ALIGN)
     head = PREFIX.size + len(rest) if head is None else head
-    return PREFIX.pack(kind, head, 0, 0, 0, len(body) if announced is None else announced, 1) + rest + body
+    return PREFIX.pack(kind, head, 0, 0, 0, 0, len(body) if announced is None else announced, 1) + rest + body
 
 
 def raw_plain(entry=(0,) * FIELDS_OF_ENTRY, record=(0, 0, 0), body=b"", *, head=HEAD, announced=None):
     """A plain frame of any fields."""
-    prefix = PREFIX.pack(PLAIN, head, 0, 0, 0, len(body) if announced is None else announced, 1)
+    prefix = PREFIX.pack(PLAIN, head, 0, 0, 0, 0, len(body) if announced is None else announced, 1)
     return (prefix + struct.pack(f"<{FIELDS_OF_ENTRY}q", *entry) + struct.pack("<3q", *record)).ljust(HEAD, b"\0") + body
 
 
@@ -151,7 +152,7 @@ def same(a, b):
         x.dtype == y.dtype and x.shape == y.shape and x.tobytes() == y.tobytes()
         for x, y in zip(a.arrays, b.arrays, strict=True)
     ]
-    heads = [(one.id, one.entries, one.notes, one.hops, one.slot, one.slowest) for one in (a, b)]
+    heads = [(one.id, one.entries, one.notes, one.hops, one.slot, one.slowest, one.busy) for one in (a, b)]
     return heads[0] == heads[1] and all(alike)
 
 
@@ -235,7 +236,7 @@ UNPACKABLE = [
     *(Frame(frame_id, []) for frame_id in (None, "1", 1.0, 2**63)),
     *(Frame(1, [], hops=hops) for hops in (-1, 2**16, None)),
     *(Frame(1, [], slot=slot) for slot in (-1, 2**16, None)),
-    *(Frame(1, [], slowest=slowest) for slowest in (-1, MAX_SLOWEST + 1, None)),
+    *(Frame(1, [], **{name: micros}) for name in ("slowest", "busy") for micros in (-1, MAX_MICROS + 1, None)),
     *(Frame(1, [Entry(OPEN, 1, 0, 1)], notes={0: {"x": x}}) for x in (object(), 2**64, "\udcff", ENDLESS)),
     Frame(1, [(0,) * (FIELDS_OF_ENTRY - 1)]), Frame(1, [(0,) * (FIELDS_OF_ENTRY + 1)]), Frame(1, [None]),
 ]  # fmt: skip
@@ -245,7 +246,7 @@ UNPACKABLE = [
 @pytest.mark.parametrize("frame", UNPACKABLE, ids=lambda f: repr(f)[:70])
 def test_a_frame_that_cannot_be_packed_is_a_lane_error(frame, held):
     with pytest.raises(LaneError, match="cannot be packed"):
-        encode(Frame(frame.id, frame.entries, held, frame.notes, frame.hops, frame.slowest, frame.slot))
+        encode(Frame(frame.id, frame.entries, held, frame.notes, frame.hops, frame.slowest, frame.busy, frame.slot))
 
 
 @pytest.mark.parametrize("entries", [0, 1])
@@ -278,15 +279,15 @@ def test_a_frame_past_a_bound_is_not_sent(bound, entries, monkeypatch):
 
 
 BAD_PREFIXES = [
-    PREFIX.pack(GENERAL ^ 1, HEAD, 0, 0, 0, 0, 1),
-    PREFIX.pack(PLAIN ^ 2, HEAD, 0, 0, 0, 0, 1),
-    *(PREFIX.pack(kind, head, 0, 0, 0, 0, 1) for kind in (GENERAL, PLAIN) for head in (MAX_HEAD_BYTES + 1, 2**32 - 1)),
+    PREFIX.pack(GENERAL ^ 1, HEAD, 0, 0, 0, 0, 0, 1),
+    PREFIX.pack(PLAIN ^ 2, HEAD, 0, 0, 0, 0, 0, 1),
+    *(PREFIX.pack(kind, head, 0, 0, 0, 0, 0, 1) for kind in (GENERAL, PLAIN) for head in (MAX_HEAD_BYTES + 1, 2**32 - 1)),
     *(
-        PREFIX.pack(k, HEAD, 0, 0, 0, body, 1)
+        PREFIX.pack(k, HEAD, 0, 0, 0, 0, body, 1)
         for k in (GENERAL, PLAIN)
         for body in (MAX_BODY_BYTES + 1, 2**63 - 1, -1, -(2**63))
     ),
-    *(PREFIX.pack(PLAIN, head, 0, 0, 0, MAX_BODY_BYTES, 1) for head in (0, 64, HEAD - 1, HEAD + 1, 256, MAX_HEAD_BYTES)),
+    *(PREFIX.pack(PLAIN, head, 0, 0, 0, 0, MAX_BODY_BYTES, 1) for head in (0, 64, HEAD - 1, HEAD + 1, 256, MAX_HEAD_BYTES)),
     b"GET / HTTP/1.1\r\n".ljust(PREFIX.size, b"\0"),
     bytes(PREFIX.size),
 ]
@@ -300,7 +301,7 @@ def test_a_prefix_past_the_bounds_is_refused_unread(prefix):
 
 @pytest.mark.parametrize("kind, head", [(GENERAL, MAX_HEAD_BYTES), (PLAIN, HEAD)])
 def test_the_bounds_themselves_are_allowed(kind, head):
-    assert received(PREFIX.pack(kind, head, 0, 0, 0, MAX_BODY_BYTES, 1)) == (None, head + MAX_BODY_BYTES)
+    assert received(PREFIX.pack(kind, head, 0, 0, 0, 0, MAX_BODY_BYTES, 1)) == (None, head + MAX_BODY_BYTES)
 
 
 @pytest.mark.parametrize("wrong", [-1, -2, -(2**63)])
@@ -466,7 +467,7 @@ def survives(data):
 def test_random_bytes_do_no_harm(junk):
     survives(junk)
     for kind, head in ((PLAIN, HEAD), (GENERAL, HEAD), (GENERAL, 256)):
-        survives(PREFIX.pack(kind, head, 0, 0, 0, max(0, (PREFIX.size + len(junk)) // ALIGN * ALIGN - head), 1) + junk)
+        survives(PREFIX.pack(kind, head, 0, 0, 0, 0, max(0, (PREFIX.size + len(junk)) // ALIGN * ALIGN - head), 1) + junk)
     survives(raw([ONES], notes=junk))
     survives(raw([ONES], [(0, 16, 0)], notes=b"\x81\x00" + junk, body=bytes(64)))
 

@@ -484,14 +484,14 @@ def test_the_end_is_an_error_for_both_calls_and_comes_after_what_was_sent(pair):
 @pytest.mark.parametrize(
     "prefix",
     [
-        PREFIX.pack(GENERAL ^ 1, 64, 0, 0, 0, 0, 1),
-        PREFIX.pack(GENERAL, MAX_HEAD_BYTES + 1, 0, 0, 0, 0, 1),
-        PREFIX.pack(GENERAL, 64, 0, 0, 0, MAX_BODY_BYTES + 1, 1),
-        PREFIX.pack(GENERAL, 2**32 - 1, 0, 0, 0, 2**63 - 1, 1),
-        PREFIX.pack(GENERAL, 64, 0, 0, 0, -64, 1),
-        PREFIX.pack(PLAIN, 192, 0, 0, 0, MAX_BODY_BYTES + 1, 1),
-        PREFIX.pack(PLAIN, 256, 0, 0, 0, MAX_BODY_BYTES, 1),
-        PREFIX.pack(PLAIN, MAX_HEAD_BYTES, 0, 0, 0, 0, 1),
+        PREFIX.pack(GENERAL ^ 1, 64, 0, 0, 0, 0, 0, 1),
+        PREFIX.pack(GENERAL, MAX_HEAD_BYTES + 1, 0, 0, 0, 0, 0, 1),
+        PREFIX.pack(GENERAL, 64, 0, 0, 0, 0, MAX_BODY_BYTES + 1, 1),
+        PREFIX.pack(GENERAL, 2**32 - 1, 0, 0, 0, 0, 2**63 - 1, 1),
+        PREFIX.pack(GENERAL, 64, 0, 0, 0, 0, -64, 1),
+        PREFIX.pack(PLAIN, 192, 0, 0, 0, 0, MAX_BODY_BYTES + 1, 1),
+        PREFIX.pack(PLAIN, 256, 0, 0, 0, 0, MAX_BODY_BYTES, 1),
+        PREFIX.pack(PLAIN, MAX_HEAD_BYTES, 0, 0, 0, 0, 0, 1),
         b"\x80\x04\x95".ljust(PREFIX.size, b"\0"),
     ],
 )
@@ -507,7 +507,7 @@ def test_what_is_no_frame_is_an_error_before_anything_is_allocated_for_it(pair, 
 @pytest.mark.parametrize("kind, head", [(GENERAL, 0), (GENERAL, 32), (GENERAL, 64), (GENERAL, 192), (PLAIN, 192)])
 def test_a_malformed_head_is_an_error_again_and_again(pair, kind, head):
     a, b = pair
-    b._sock.sendall(PREFIX.pack(kind, head, 0, 0, 0, 192 - head, 1) + b"\xff" * 160 + packet(rows(1)))
+    b._sock.sendall(PREFIX.pack(kind, head, 0, 0, 0, 0, 192 - head, 1) + b"\xff" * 160 + packet(rows(1)))
     for _ in range(3):
         with pytest.raises(LaneError, match="malformed"):
             a.recv(WAIT_S)

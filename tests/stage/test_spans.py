@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from memra_pp.stage import spans as spans_module
-from memra_pp.stage.frames import MAX_HEAD_BYTES, MAX_SLOWEST, SPANS, STEP, Entry, Frame, encode
+from memra_pp.stage.frames import MAX_HEAD_BYTES, MAX_MICROS, SPANS, STEP, Entry, Frame, encode
 from memra_pp.stage.spans import BLOCKED, COMPUTE, FIELDS, MAX_SPANS, RECV, SEND, Spans, clock
 
 
@@ -25,8 +25,8 @@ def now(monkeypatch):
     return set_time
 
 
-def frame(number=1, rows=0, slowest=0):
-    return Frame(number, [Entry(STEP, 1, 1, 1, 0, rows), Entry(STEP, 2, 1, 1, 0, 1)], slowest=slowest)
+def frame(number=1, rows=0, **micros):
+    return Frame(number, [Entry(STEP, 1, 1, 1, 0, rows), Entry(STEP, 2, 1, 1, 0, 1)], **micros)
 
 
 def computed(spans, now, began, ended, **of):
@@ -75,8 +75,13 @@ def test_a_wait_longer_than_the_pipeline_can_have_been_at_work_is_no_bubble(now,
 
 
 def test_a_frame_knows_how_long_the_slowest_stage_took_for_it(now):
-    for slowest, took, then in ((0, 0.25, 250_000), (250_000, 0.125, 250_000), (0, 5000.0, MAX_SLOWEST), (7, 0.0, 7)):
+    for slowest, took, then in ((0, 0.25, 250_000), (250_000, 0.125, 250_000), (0, 5000.0, MAX_MICROS), (7, 0.0, 7)):
         assert computed(Spans(1), now, 1.0, 1.0 + took, slowest=slowest).slowest == then
+
+
+def test_a_frame_knows_how_long_all_stages_took_for_it(now):
+    for busy, took, then in ((0, 0.25, 250_000), (250_000, 0.125, 375_000), (250_000, 5000.0, MAX_MICROS), (7, 0.0, 7)):
+        assert computed(Spans(1), now, 1.0, 1.0 + took, busy=busy).busy == then
 
 
 def test_spans_are_kept_from_when_they_are_asked_for_until_they_are_taken(now):

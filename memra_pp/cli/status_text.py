@@ -77,7 +77,7 @@ def _troubles(answer: Answer) -> list[str]:
 
 
 def _doing(stats: Mapping[str, Any], since: _Since) -> str:
-    parts = [f"{stats['sessions']} sessions", f"{stats['tokens']:,} tokens"]
+    parts = [f"{stats['sessions']} session{'' if stats['sessions'] == 1 else 's'}", f"{stats['tokens']:,} tokens"]
     if (rate := since.rate(stats, "tokens")) is not None:
         parts.append(f"{rate:,.1f} tok/s")
     if stats["drafted"]:

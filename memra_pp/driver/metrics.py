@@ -179,12 +179,20 @@ class Exporter:
         self._thread.join(JOIN_S)
 
     def _run(self) -> None:
+        failed = False
         while not self._stopped.is_set():
-            figures = self._figures()
-            with self._lock:
-                if not self._stopped.is_set():
-                    self._put(figures)
+            try:
+                self._poll()
+            except Exception:
+                log.log(logging.DEBUG if failed else logging.WARNING, "metrics could not be told; trying on", exc_info=True)
+                failed = True
             self._stopped.wait(EVERY_S)
+
+    def _poll(self) -> None:
+        figures = self._figures()
+        with self._lock:
+            if not self._stopped.is_set():
+                self._put(figures)
 
     def _figures(self) -> Figures:
         """What is known just now: less while the stages do not answer."""

@@ -120,6 +120,25 @@ def test_a_deferral_names_the_stage_that_binds_and_a_refusal_in_the_queue_leaves
     assert isinstance(desk.ask(3), Admit)
 
 
+def test_verdicts_are_counted_by_the_stage_and_the_reason_that_bound():
+    desk = Desk(1)
+    assert isinstance(desk.ask(1), Admit)
+    deferred = desk.ask(2)
+    assert desk.ask(3).stage == deferred.stage
+    never = desk.ask(4, LIMIT + 1)
+    waits = desk.wait(5, timeout_s=1.0)
+    desk.clock.now += 2
+    desk.admission.expire(5)
+    late = waits.outcome.result()
+    stats = desk.admission.stats()
+    assert (stats["admitted"], stats["deferred"], stats["refused"], stats["waiting"]) == (1, 2, 2, 0)
+    assert stats["reasons"] == [
+        {"verdict": "deferred", "stage": deferred.stage, "reason": "bytes", "count": 2},
+        {"verdict": "refused", "stage": never.stage, "reason": "context", "count": 1},
+        {"verdict": "refused", "stage": late.stage, "reason": "deadline", "count": 1},
+    ]
+
+
 def test_the_queue_is_first_come_first_served():
     desk = Desk(2)
     desk.ask(1), desk.ask(2)
@@ -404,14 +423,13 @@ class Opens(RuleBasedStateMachine):
     def request(self, ctx, states, tenant, wait):
         session, self.next = self.next, self.next + 1
         request = Request(session, SessionShape(ctx, 1, "states" if states else "replay", 2), tenant)
-        queued = bool(self.waiting)
         got = self.admission.submit(request, wait) if wait else self.admission.ask(request)
         self.settle()
         if isinstance(got, Ticket):
             self.waiting[session], self.passed[session] = got, 0
         elif isinstance(got, Admit):
             self.admit(session, got)
-            assert not queued or self.bypass or self.admission._tenants.share
+            assert not self.waiting or self.bypass or self.admission._tenants.share
         elif isinstance(got, Refuse) and got.retry_after_s is None and got.longest_ctx:
             alone = Ledger([Device("d", c) for c in self.ledger.capacities], self.homes)
             charges = self.cost.charges(SessionShape(got.longest_ctx, 1, request.shape.recurrent, 2))

@@ -24,6 +24,8 @@ from memra_pp.cache import (
     cache_ring_row_cap,
     cache_snapshot_bytes_for_layers,
     cache_states_bytes_for_layers,
+    slab_bytes,
+    slab_bytes_by_kind,
     stage_layers,
     stage_layout,
 )
@@ -175,3 +177,25 @@ def test_a_device_hands_out_exactly_a_stage_s_layout(name, stages, snapshots):
             for _ in range(snapshots):
                 cache.new_snapshot()
             assert dev.allocated_bytes == sum(a.bytes for a in stage_layout(cfg, fence, s, 300, PACKED, snapshots))
+
+
+@pytest.mark.parametrize("granularity", [1, 4096])
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_kinds_of_a_slab_s_bytes_add_up_to_it(name, granularity):
+    cfg = CONFIGS[name]
+    fence = even_fence(cfg, 2)
+    for s in range(2):
+        layout = stage_layout(cfg, fence, s, 777, snapshots=2)
+        kinds = slab_bytes_by_kind(layout, granularity)
+        assert sum(kinds.values()) == slab_bytes(layout, granularity)
+        assert sum(kinds.values()) - kinds["padding"] == sum(a.bytes for a in layout) and kinds["padding"] >= 0
+        layers = stage_layers(cfg, fence, s)
+        assert kinds["snapshot"] == 2 * cache_snapshot_bytes_for_layers(cfg, layers.start, layers.stop)
+
+
+def test_each_kind_of_a_slab_s_bytes_by_hand():
+    recurrent = 4 * (RECURRENT.conv_width * (RECURRENT.conv_kernel - 1) + RECURRENT.state_width)
+    kinds = slab_bytes_by_kind(stage_layout(HYBRID, [0, 2, 5], 1, 100, KvPolicy(), snapshots=3))
+    k, v = (FLAT.kv_dim_k // 32 * 34 * 100 + 8, FLAT.kv_dim_v // 32 * 24 * 100 + 8)
+    assert (kinds["k"], kinds["v"], kinds["length"], kinds["snapshot"]) == (k, v, 4, 3 * recurrent)
+    assert kinds["recurrent"] == recurrent + 4 * RECURRENT.state_width

@@ -118,6 +118,25 @@ def test_a_killed_stage_is_named_once_and_questions_fail_at_once(children, death
     assert deaths.empty()
 
 
+def test_a_question_under_way_ends_with_the_heart(children, deaths):
+    os.kill(children.processes[1].pid, signal.SIGSTOP)
+    with beating(children.lanes, told(deaths)) as heart:
+        raised = Queue()
+
+        def ask():
+            with pytest.raises(StageError, match="no answer to stats: the pipeline was closed") as error:
+                heart.ask(STATS, 10 * WAIT_S)
+            raised.put(error)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while not heart._asked:
+            time.sleep(0.001)
+    raised.get(timeout=WAIT_S)
+    thread.join(WAIT_S)
+    assert not thread.is_alive() and not heart._asked
+
+
 def test_a_stopped_stage_is_named_by_its_silence(children, deaths, quick):
     with beating(children.lanes, told(deaths)) as heart:
         heart.ask(PING, WAIT_S)

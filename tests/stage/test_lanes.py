@@ -256,6 +256,15 @@ def test_closing_a_listener_leaves_nothing_but_the_lanes_handed_out(address):
         assert same(theirs.recv(WAIT_S), rows(3))
 
 
+def test_whoever_waits_for_a_peer_is_told_that_nobody_listens_any_more(listener, pool):
+    waiting = pool.submit(listener.accept, "status", None)
+    while "status" not in listener._ready:
+        pass
+    listener.close()
+    with pytest.raises(LaneError, match="nobody listens"):
+        waiting.result(WAIT_S)
+
+
 def test_a_second_listener_at_an_address_is_refused_and_takes_nothing(tmp_path):
     first = Listener(f"unix:{tmp_path}/s", KEY)
     with pytest.raises(LaneError, match="cannot listen"):

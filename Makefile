@@ -9,13 +9,21 @@ SECONDS_EACH ?= 600
 KILLS ?= 94
 SOAK_S ?= 3600
 
-.PHONY: run test lint bench fuzz chaos soak lock clean
+.PHONY: run test test-cluster lint docs bench fuzz chaos soak lock clean
 
 run: $(VENV)/.demo
 	$(BIN)/memra-pp run --stages $(STAGES) --prompt "$(PROMPT)"
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest
+
+# What takes longer, or needs more than Python: Ray nodes, jobs, a server, a browser.
+test-cluster: $(VENV)/.cluster
+	command -v chromium >/dev/null || { apt-get update && apt-get install -y chromium; }
+	$(BIN)/python -m pytest -m cluster
+
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -q -W --keep-going docs build/docs
 
 lint: $(VENV)/.test
 	$(BIN)/ruff format --check .
@@ -41,7 +49,7 @@ chaos: $(VENV)/.test
 
 lock:
 	$(PYTHON) -m pip install --quiet uv
-	uv pip compile --quiet --universal --python-version 3.11 --extra test --extra bench --extra fuzz --output-file requirements.lock pyproject.toml
+	uv pip compile --quiet --universal --python-version 3.11 --extra test --extra bench --extra fuzz --extra cluster --extra docs --output-file requirements.lock pyproject.toml
 
 clean:
 	rm -rf $(VENV)

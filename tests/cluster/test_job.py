@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
-from raylets import Nodes, free_port, ray_nodes
+from ray_nodes import Nodes, free_port, ray_nodes
 
 import memra_pp
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def head() -> Iterator[tuple[Nodes, str]]:
     """A head with a dashboard, which takes jobs, and its address."""
-    with pytest.MonkeyPatch.context() as patch, ray_nodes(patch) as nodes:
+    with ray_nodes() as nodes:
         port = free_port()
         nodes.add(3, more=("--include-dashboard=true", f"--dashboard-port={port}"))
         yield nodes, f"http://127.0.0.1:{port}"
@@ -107,7 +107,7 @@ def test_a_job_that_is_ended_goes_on_when_it_is_submitted_again(
 
 
 def test_prompts_come_from_a_queue_and_what_was_taken_is_not_lost(
-    head: tuple[Nodes, str], hybrid: Path, tmp_path: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+    head: tuple[Nodes, str], hybrid: Path, tmp_path: Path, alone: dict[str, list[int]]
 ) -> None:
     import ray
     from ray.util.queue import Queue

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from raylets import Nodes, descendants, ray_nodes
+from ray_nodes import Nodes, descendants, ray_nodes
 from streams import nodes_of, streamed, texts_alone
 
 import memra_pp
@@ -20,11 +20,10 @@ pytestmark = pytest.mark.cluster
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
     """A head without a CPU, and two nodes of two each."""
-    with pytest.MonkeyPatch.context() as patch, ray_nodes(patch) as cluster:
+    with ray_nodes() as cluster:
         cluster.add(0, more=("--include-dashboard=false",))
         for _ in range(2):
             cluster.add(2)
-        patch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from namespaces import NET, Host, hosts, remove
-from raylets import Nodes, ray_nodes
+from ray_nodes import Nodes, ray_nodes
 from streams import nodes_of, streamed, texts_alone
 
 import memra_pp
@@ -27,11 +27,10 @@ def machines() -> Iterator[list[Host]]:
 @pytest.fixture
 def nodes(machines: list[Host]) -> Iterator[Nodes]:
     """A head beside this process, without a CPU, and three machines with one each."""
-    with pytest.MonkeyPatch.context() as patch, ray_nodes(patch) as cluster:
+    with ray_nodes() as cluster:
         cluster.add(0, f"{NET}.1", more=("--include-dashboard=false",))
         for machine in machines:
             cluster.add(1, machine.ip, machine.within)
-        patch.setenv("RAY_ADDRESS", cluster.address)
         yield cluster
 
 

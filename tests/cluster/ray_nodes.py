@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
-
 START_S, END_S = 60.0, 20.0
 OBJECT_STORE_BYTES = 80 << 20
 QUICK = {
@@ -62,7 +60,7 @@ class Node:
 
 @dataclass
 class Nodes:
-    """A head and the nodes that joined it. `address` is what RAY_ADDRESS is set to."""
+    """A head, at `address`, and the nodes that joined it."""
 
     home: str
     env: dict[str, str]
@@ -76,7 +74,7 @@ class Nodes:
             common += [f"--address={self.address}"]
         else:
             port = free_port()
-            self.address = f"{ip}:{port}"
+            self.address = os.environ["RAY_ADDRESS"] = f"{ip}:{port}"
             common += ["--head", f"--port={port}", f"--temp-dir={self.home}"]
         log = Path(self.home, f"node-{len(self.nodes)}.log")
         with log.open("wb") as out:
@@ -121,15 +119,21 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+def read_settings() -> None:
+    """Has Ray read the environment again, which it did when it was imported."""
+    from ray._raylet import AuthenticationTokenLoader, Config
+
+    Config.initialize("")
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
 @contextlib.contextmanager
-def ray_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """No node yet, and an environment in which this process joins those that are added."""
+def ray_nodes() -> Iterator[Nodes]:
+    """No node yet; once there is a head, `launch` joins it."""
     import ray
 
-    from memra_pp.driver.launch_ray_runtime import _forget_token
-
     assert not ray.is_initialized()
-    home = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    home, before = tempfile.mkdtemp(prefix="ray-", dir="/tmp"), dict(os.environ)
     settings = {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -138,14 +142,15 @@ def ray_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         "PYTHONPATH": str(Path(__file__).parents[2]),
         **QUICK,
     }
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    _forget_token()
-    nodes = Nodes(home, {**os.environ, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"})
+    os.environ |= settings
+    read_settings()
+    nodes = Nodes(home, {**before, **settings, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"})
     try:
         yield nodes
     finally:
         ray.shutdown()
         nodes.end()
-        _forget_token()
+        os.environ.clear()
+        os.environ.update(before)
+        read_settings()
         shutil.rmtree(home, ignore_errors=True)

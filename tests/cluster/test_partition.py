@@ -47,6 +47,7 @@ def test_a_machine_that_is_cut_off_is_given_up_and_its_stage_goes_to_another(
         health = pipe.health()
         assert health["ready"] and "silent" in health["last_recovery"]["lost"]
         assert nodes_of(pipe)[0] == first and second not in nodes_of(pipe)
+    next(node for node in nodes.nodes if node.ip == victim.ip).kill()  # it hears nobody who asks it to end
 
 
 def addresses_of_nodes() -> dict[str, str]:

@@ -1,0 +1,334 @@
+"""An OpenAI-compatible server on Ray Serve: `/v1/completions` over one pipeline, which one replica owns.
+
+    pip install 'memra-pp[serve,gguf]'
+    python examples/serve.py --model model.gguf --stages 2
+    curl localhost:8000/v1/completions --json '{"model": "model", "prompt": "Once upon a time", "max_tokens": 32}'
+
+A Ray is started for it on this machine, or that of `RAY_ADDRESS` is used; the replica and each stage take a CPU of it.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # a Ray that is started here listens on loopback alone
+os.environ.setdefault("RAY_worker_niceness", "0")
+
+import ray
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from starlette.types import Receive, Scope, Send
+
+import memra_pp
+from memra_pp.errors import AdmissionError, InputError, MemraError, StageError
+
+Ids = Annotated[list[int], Field(min_length=1)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Ask(BaseModel):
+    """What may be asked for. What else OpenAI's interface has is refused, not ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    prompt: str | Ids | Annotated[list[str | Ids], Field(min_length=1, max_length=128)]
+    max_tokens: Annotated[int, Field(ge=1)] = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    echo: bool = False
+    user: str = ""
+    n: Literal[1] = 1
+    logprobs: None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else self.prompt
+
+    @property
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+app = FastAPI()
+
+
+def refusal(status: int, message: str, code: str | None = None, retry_after_s: float | None = None) -> JSONResponse:
+    """An error as OpenAI's clients expect it."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    headers = None if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
+    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status, headers)
+
+
+@app.exception_handler(MemraError)
+@app.exception_handler(TimeoutError)
+def problem(request: Request | None, error: Exception) -> JSONResponse:
+    """What of an error the client is told."""
+    match error:
+        case AdmissionError() if error.verdict.retry_after_s is not None:
+            return refusal(429, str(error), "rate_limit_exceeded", error.verdict.retry_after_s)
+        case AdmissionError():  # it never fits; the message has the longest context that would
+            return refusal(400, str(error), "context_length_exceeded")
+        case InputError():
+            return refusal(400, str(error))
+        case StageError():
+            return refusal(503, str(error))
+        case TimeoutError():
+            return refusal(503, "no token came in time: the stages recover, or have too much to do; ask again later")
+    return refusal(500, str(error))
+
+
+@app.exception_handler(RequestValidationError)
+def misread(request: Request, error: RequestValidationError) -> JSONResponse:
+    """Which value was wrong, and what is allowed."""
+    where, given = error.errors()[0]["loc"][:2], error.body
+    if len(where) < 2 or not isinstance(given, dict):
+        return refusal(400, f"the body is not a JSON object: {error.errors()[0]['msg']}")
+    allowed = "; or: ".join(dict.fromkeys(e["msg"] for e in error.errors() if e["loc"][:2] == where))
+    return refusal(400, f"{where[1]}={given.get(where[1])!r:.80}: {allowed}. Known are {', '.join(Ask.model_fields)}")
+
+
+class Piece(NamedTuple):
+    """Some text behind a prompt, the tokens it took, and with the last of it, why it ended."""
+
+    index: int
+    text: str
+    tokens: int = 0
+    end: Literal["stop", "length"] | None = None
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        return {"index": self.index, "text": self.text, "logprobs": None, "finish_reason": self.end}
+
+
+class Text:
+    """A text as its tokens come, up to the first of `stops`; what may be the beginning of one is held back."""
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int], stops: Sequence[str]) -> None:
+        self._decoder, self._stops, self._held, self.stopped = tokenizer.stream(), stops, "", False
+        self.prompt = "".join([self._decoder.push(token) for token in prompt])
+
+    def push(self, token: int) -> str:
+        """What can be shown after one more token."""
+        held = self._held + self._decoder.push(token)
+        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        begun = [n for stop in self._stops for n in range(1, len(stop)) if held.endswith(stop[:n])]
+        self.stopped = bool(found)
+        shown = min(found) if found else len(held) - max(begun, default=0)
+        self._held = held[shown:]
+        return held[:shown]
+
+    def flush(self) -> str:
+        """What was held back, when no more tokens come."""
+        return "" if self.stopped else self._held + self._decoder.flush()
+
+
+class Events(StreamingResponse):
+    """Server-sent events. A client that hangs up closes their source, which gives its sessions' bytes back."""
+
+    media_type = "text/event-stream"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().__call__(scope, receive, send)
+
+
+async def events(
+    answer: Callable[..., dict[str, Any]],
+    prompts: list[list[int]],
+    first: Piece,
+    pieces: AsyncGenerator[Piece, None],
+    options: StreamOptions,
+) -> AsyncGenerator[str, None]:
+    """The pieces as server-sent events. An error is the last of them."""
+    made = first.tokens
+    async with aclosing(pieces):
+        yield event(answer(choices=[first.choice]))
+        try:
+            async for piece in pieces:
+                made += piece.tokens
+                if piece.text or piece.end:
+                    yield event(answer(choices=[piece.choice]))
+        except (MemraError, TimeoutError) as error:
+            yield f"data: {problem(None, error).body.decode()}\n\n"
+            return
+    if options.include_usage:
+        yield event(answer(choices=[], usage=usage(prompts, made)))
+    yield "data: [DONE]\n\n"
+
+
+async def together(streams: Sequence[AsyncGenerator[Piece, None]]) -> AsyncGenerator[Piece, None]:
+    """What several generators yield, as it comes."""
+    steps = {asyncio.ensure_future(anext(stream, None)): stream for stream in streams}
+    try:
+        while steps:
+            done, _ = await asyncio.wait(steps, return_when=asyncio.FIRST_COMPLETED)
+            for step in done:
+                stream = steps.pop(step)
+                if (piece := step.result()) is not None:
+                    yield piece
+                    steps[asyncio.ensure_future(anext(stream, None))] = stream
+    finally:
+        for step in steps:
+            step.cancel()
+        await asyncio.gather(*steps, return_exceptions=True)
+
+
+def event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def usage(prompts: list[list[int]], made: int) -> dict[str, int]:
+    given = sum(map(len, prompts))
+    return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
+
+
+@serve.deployment(max_ongoing_requests=1024, max_constructor_retry_count=1)  # who is served, admission decides
+@serve.ingress(app)
+class Server:
+    """A request waits `wait_s` for bytes that others hold, and `patience_s` for each token, whatever recovers meanwhile."""
+
+    async def __init__(self, name: str, wait_s: float, patience_s: float, launch: dict[str, Any]) -> None:
+        self.name, self.wait_s, self.patience_s = name, wait_s, patience_s
+        self.pipe = await memra_pp.aio.launch(**launch)
+        self.tokenizer = self.pipe.tokenizer
+
+    async def __del__(self) -> None:
+        await self.pipe.close()
+
+    def check_health(self) -> None:
+        """Has Serve start another replica when the pipeline has failed for good."""
+        if (health := self.pipe.health())["state"] == "failed":
+            raise RuntimeError(health["cause"])
+
+    @app.get("/health")
+    async def health(self) -> JSONResponse:
+        health = self.pipe.health()
+        return JSONResponse(health, 200 if health["ready"] else 503)
+
+    @app.get("/stats")
+    async def stats(self) -> dict[str, Any]:
+        return await self.pipe.stats()
+
+    @app.get("/v1/models")
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [{"id": self.name, "object": "model", "created": 0, "owned_by": "memra-pp"}]}
+
+    @app.post("/v1/completions", response_model=None)
+    async def completions(self, ask: Ask) -> JSONResponse | Events:
+        if ask.model != self.name:
+            return refusal(404, f"model={ask.model!r:.80}: this server has {self.name}", "model_not_found")
+        prompts = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
+        longest, limit = max(map(len, prompts)), self.pipe.sync.max_ctx
+        if longest + ask.max_tokens > limit:
+            said = f"a prompt of {longest} tokens and max_tokens={ask.max_tokens}: both must fit a context of {limit}"
+            return refusal(400, said, "context_length_exceeded")
+        number, now = f"cmpl-{secrets.token_hex(12)}", int(time.time())
+        answer = partial(dict, id=number, object="text_completion", created=now, model=self.name)
+        pieces = self.pieces(ask, prompts)
+        if ask.stream:
+            first = await anext(pieces)  # an error before there is any text still has a status
+            return Events(events(answer, prompts, first, pieces, ask.stream_options or StreamOptions()))
+        whole = [Piece(index, "") for index in range(len(prompts))]
+        async with aclosing(pieces):
+            async for piece in pieces:
+                text, tokens = whole[piece.index].text + piece.text, whole[piece.index].tokens + piece.tokens
+                whole[piece.index] = piece._replace(text=text, tokens=tokens)
+        made = sum(piece.tokens for piece in whole)
+        return JSONResponse(answer(choices=[piece.choice for piece in whole], usage=usage(prompts, made)))
+
+    async def pieces(self, ask: Ask, prompts: list[list[int]]) -> AsyncGenerator[Piece, None]:
+        """The texts behind all prompts, as they come. No session begins before all are open."""
+        seed = secrets.randbits(63) if ask.seed is None else ask.seed
+        sampling = memra_pp.SamplingParams(ask.temperature, ask.top_p, seed=seed, eos_ids=tuple(self.tokenizer.eos_ids))
+        async with AsyncExitStack() as stack:
+            texts = []
+            for index, prompt in enumerate(prompts):
+                opening = self.pipe.open(prompt, max_new_tokens=ask.max_tokens, timeout=self.wait_s, tenant=ask.user)
+                async with asyncio.timeout(self.wait_s + self.patience_s):
+                    session = await stack.enter_async_context(opening)
+                tokens = await stack.enter_async_context(aclosing(session.generate(ask.max_tokens, sampling)))
+                texts.append(self.text(ask, index, Text(self.tokenizer, prompt, ask.stops), tokens))
+            async with aclosing(together(texts)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def text(self, ask: Ask, index: int, text: Text, tokens: AsyncGenerator[int, None]) -> AsyncGenerator[Piece, None]:
+        """The text behind one prompt."""
+        made = 0
+        if ask.echo:
+            yield Piece(index, text.prompt)
+        while not text.stopped:
+            async with asyncio.timeout(self.patience_s):
+                token = await anext(tokens, None)
+            if token is None:
+                break
+            made += 1
+            yield Piece(index, text.push(token), 1)
+        yield Piece(index, text.flush(), 0, "stop" if text.stopped or made < ask.max_tokens else "length")
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="An OpenAI-compatible server over a pipeline of stages.")
+    parser.add_argument(
+        "--model", type=Path, required=True, help="a GGUF file, or a directory with weights and tokenizer.model"
+    )
+    parser.add_argument("--stages", type=int, default=1, help="how many stages to cut it into, evenly")
+    parser.add_argument("--cuts", help="or the first layer of each stage after the first, such as 5,11")
+    parser.add_argument("--max-ctx", type=int, help="longest context of a session, in tokens")
+    parser.add_argument("--budget", type=int, help="bytes that a stage's caches may take")
+    parser.add_argument("--wait", type=float, default=10.0, help="seconds that a request may wait for bytes")
+    parser.add_argument("--patience", type=float, default=120.0, help="seconds that it may wait for a token")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = options()
+    cuts = [int(cut) for cut in args.cuts.split(",")] if args.cuts else None
+    stages = len(cuts) + 1 if cuts else args.stages
+    model = args.model.resolve()
+    memra_pp.ModelConfig.from_path(model)  # a model that cannot be used is said to be so before anything is started
+    launch = {"model": model, "cuts": cuts, "stages": None if cuts else stages}
+    launch |= {"max_ctx": args.max_ctx, "budget_bytes": args.budget}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        if "RAY_ADDRESS" in os.environ:
+            ray.init()
+        else:
+            ray.init("local", num_cpus=max(stages + 1, os.cpu_count() or 1), include_dashboard=False)
+        serve.start(http_options={"host": args.host, "port": args.port})
+        serve.run(Server.bind(model.name.removesuffix(".gguf"), args.wait, args.patience, launch))
+        threading.Event().wait()  # until a signal ends it
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

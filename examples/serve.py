@@ -17,9 +17,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -41,10 +40,6 @@ Ids = Annotated[list[int], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class StreamOptions(BaseModel):
-    include_usage: bool = False
-
-
 class Ask(BaseModel):
     """What may be asked for. What else OpenAI's interface has is refused, not ignored."""
 
@@ -58,7 +53,7 @@ class Ask(BaseModel):
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: dict[Literal["include_usage"], bool] | None = None
     echo: bool = False
     user: str = ""
     n: Literal[1] = 1
@@ -158,26 +153,22 @@ class Events(StreamingResponse):
 
 
 async def events(
-    answer: Callable[..., dict[str, Any]],
-    prompts: list[list[int]],
-    first: Piece,
-    pieces: AsyncGenerator[Piece, None],
-    options: StreamOptions,
+    ask: Ask, prompts: list[list[int]], head: dict[str, Any], first: Piece, pieces: AsyncGenerator[Piece, None]
 ) -> AsyncGenerator[str, None]:
     """The pieces as server-sent events. An error is the last of them."""
     made = first.tokens
     async with aclosing(pieces):
-        yield event(answer(choices=[first.choice]))
+        yield event({**head, "choices": [first.choice]})
         try:
             async for piece in pieces:
                 made += piece.tokens
                 if piece.text or piece.end:
-                    yield event(answer(choices=[piece.choice]))
+                    yield event({**head, "choices": [piece.choice]})
         except (MemraError, TimeoutError) as error:
             yield f"data: {problem(None, error).body.decode()}\n\n"
             return
-    if options.include_usage:
-        yield event(answer(choices=[], usage=usage(prompts, made)))
+    if ask.stream_options and ask.stream_options.get("include_usage"):
+        yield event({**head, "choices": [], "usage": usage(prompts, made)})
     yield "data: [DONE]\n\n"
 
 
@@ -207,18 +198,19 @@ def usage(prompts: list[list[int]], made: int) -> dict[str, int]:
     return {"prompt_tokens": given, "completion_tokens": made, "total_tokens": given + made}
 
 
-@serve.deployment(max_ongoing_requests=1024, max_constructor_retry_count=1)  # who is served, admission decides
+@serve.deployment(max_ongoing_requests=1024, max_constructor_retry_count=1, health_check_period_s=2)
 @serve.ingress(app)
 class Server:
     """A request waits `wait_s` for bytes that others hold, and `patience_s` for each token, whatever recovers meanwhile."""
 
     async def __init__(self, name: str, wait_s: float, patience_s: float, launch: dict[str, Any]) -> None:
         self.name, self.wait_s, self.patience_s = name, wait_s, patience_s
-        self.pipe = await memra_pp.aio.launch(**launch)
+        self.closing = AsyncExitStack()
+        self.pipe = await self.closing.enter_async_context(memra_pp.aio.launch(**launch))
         self.tokenizer = self.pipe.tokenizer
 
     async def __del__(self) -> None:
-        await self.pipe.close()
+        await self.closing.aclose()
 
     def check_health(self) -> None:
         """Has Serve start another replica when the pipeline has failed for good."""
@@ -247,19 +239,19 @@ class Server:
         if longest + ask.max_tokens > limit:
             said = f"a prompt of {longest} tokens and max_tokens={ask.max_tokens}: both must fit a context of {limit}"
             return refusal(400, said, "context_length_exceeded")
-        number, now = f"cmpl-{secrets.token_hex(12)}", int(time.time())
-        answer = partial(dict, id=number, object="text_completion", created=now, model=self.name)
+        head = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time())}
+        head["model"] = self.name
         pieces = self.pieces(ask, prompts)
         if ask.stream:
             first = await anext(pieces)  # an error before there is any text still has a status
-            return Events(events(answer, prompts, first, pieces, ask.stream_options or StreamOptions()))
+            return Events(events(ask, prompts, head, first, pieces))
         whole = [Piece(index, "") for index in range(len(prompts))]
         async with aclosing(pieces):
             async for piece in pieces:
-                text, tokens = whole[piece.index].text + piece.text, whole[piece.index].tokens + piece.tokens
-                whole[piece.index] = piece._replace(text=text, tokens=tokens)
+                before = whole[piece.index]
+                whole[piece.index] = piece._replace(text=before.text + piece.text, tokens=before.tokens + piece.tokens)
         made = sum(piece.tokens for piece in whole)
-        return JSONResponse(answer(choices=[piece.choice for piece in whole], usage=usage(prompts, made)))
+        return JSONResponse({**head, "choices": [piece.choice for piece in whole], "usage": usage(prompts, made)})
 
     async def pieces(self, ask: Ask, prompts: list[list[int]]) -> AsyncGenerator[Piece, None]:
         """The texts behind all prompts, as they come. No session begins before all are open."""
@@ -310,21 +302,23 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     args = options()
-    cuts = [int(cut) for cut in args.cuts.split(",")] if args.cuts else None
-    stages = len(cuts) + 1 if cuts else args.stages
     model = args.model.resolve()
-    memra_pp.ModelConfig.from_path(model)  # a model that cannot be used is said to be so before anything is started
+    memra_pp.ModelConfig.from_path(model)  # a model that cannot be used is refused before anything is started
+    name, cuts = model.name.removesuffix(".gguf"), [int(cut) for cut in args.cuts.split(",")] if args.cuts else None
+    stages = len(cuts) + 1 if cuts else args.stages
     launch = {"model": model, "cuts": cuts, "stages": None if cuts else stages}
     launch |= {"max_ctx": args.max_ctx, "budget_bytes": args.budget}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     try:
         if "RAY_ADDRESS" in os.environ:
             ray.init()
         else:
             ray.init("local", num_cpus=max(stages + 1, os.cpu_count() or 1), include_dashboard=False)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: sys.exit())
         serve.start(http_options={"host": args.host, "port": args.port})
-        serve.run(Server.bind(model.name.removesuffix(".gguf"), args.wait, args.patience, launch))
-        threading.Event().wait()  # until a signal ends it
+        serve.run(Server.bind(name, args.wait, args.patience, launch))
+        print(f"{name} is served at http://{args.host}:{args.port}/v1", flush=True)
+        threading.Event().wait()
     finally:
         serve.shutdown()
         ray.shutdown()

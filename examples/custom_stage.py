@@ -51,7 +51,8 @@ class Induction:
         with np.load(Path(path) / "weights.npz") as tensors:  # reads what is asked for
 
             def matrix(name: str) -> Any:
-                return stage.ops.pack(*tensors[name].shape, [tensors[name]])
+                weights = tensors[name]
+                return stage.ops.pack(*weights.shape, [weights])
 
             stage.weights = {il: {name: matrix(f"{il}.{name}") for name in "qkvo"} for il in layers}
             stage.tokens, stage.positions = (tensors["tokens"], tensors["positions"]) if layers.start == 0 else (None, None)
@@ -63,7 +64,8 @@ class Induction:
         return 4 * max_rows * (2 * N_EMBD + 4 * HEAD_DIM + N_VOCAB)
 
     def forward(self, batch: StepBatch, x: NDArray[Any], caches: Sequence[Cache]) -> F32:
-        """Rows of any number of sessions, one session after the other."""
+        """Rows of any number of sessions, one session after the other. A row's bits do not depend on who else is there: those
+        of `ops.matmul` and `attention` do not, those of NumPy's `@` would."""
         if self.tokens is not None:
             x = self.tokens[x] + self.positions[batch.positions]
         for il in self.layers:

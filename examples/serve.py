@@ -4,7 +4,9 @@
     python examples/serve.py --model model.gguf --stages 2
     curl localhost:8000/v1/completions --json '{"model": "model", "prompt": "Once upon a time", "max_tokens": 32}'
 
-A Ray is started for it on this machine, or that of `RAY_ADDRESS` is used; the replica and each stage take a CPU of it.
+It starts a Ray of this machine, of which the replica and each stage take a CPU; on a cluster, deploy `Server.bind(...)` like
+any other application. All listens on loopback (`--host` says otherwise) but a port that Serve opens for each replica, which
+Ray's token guards.
 """
 
 import argparse
@@ -31,7 +33,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
-from starlette.types import Receive, Scope, Send
 
 import memra_pp
 from memra_pp.errors import AdmissionError, InputError, MemraError, StageError
@@ -142,16 +143,6 @@ class Text:
         return "" if self.stopped else self._held + self._decoder.flush()
 
 
-class Events(StreamingResponse):
-    """Server-sent events. A client that hangs up closes their source, which gives its sessions' bytes back."""
-
-    media_type = "text/event-stream"
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self.body_iterator):
-            await super().__call__(scope, receive, send)
-
-
 async def events(
     ask: Ask, prompts: list[list[int]], head: dict[str, Any], first: Piece, pieces: AsyncGenerator[Piece, None]
 ) -> AsyncGenerator[str, None]:
@@ -231,7 +222,7 @@ class Server:
         return {"object": "list", "data": [{"id": self.name, "object": "model", "created": 0, "owned_by": "memra-pp"}]}
 
     @app.post("/v1/completions", response_model=None)
-    async def completions(self, ask: Ask) -> JSONResponse | Events:
+    async def completions(self, ask: Ask) -> JSONResponse | StreamingResponse:
         if ask.model != self.name:
             return refusal(404, f"model={ask.model!r:.80}: this server has {self.name}", "model_not_found")
         prompts = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in ask.prompts]
@@ -244,13 +235,11 @@ class Server:
         pieces = self.pieces(ask, prompts)
         if ask.stream:
             first = await anext(pieces)  # an error before there is any text still has a status
-            return Events(events(ask, prompts, head, first, pieces))
-        whole = [Piece(index, "") for index in range(len(prompts))]
-        async with aclosing(pieces):
-            async for piece in pieces:
-                before = whole[piece.index]
-                whole[piece.index] = piece._replace(text=before.text + piece.text, tokens=before.tokens + piece.tokens)
-        made = sum(piece.tokens for piece in whole)
+            return StreamingResponse(events(ask, prompts, head, first, pieces), media_type="text/event-stream")
+        whole, made = [Piece(index, "") for index in range(len(prompts))], 0
+        async for piece in pieces:
+            whole[piece.index] = piece._replace(text=whole[piece.index].text + piece.text)
+            made += piece.tokens
         return JSONResponse({**head, "choices": [piece.choice for piece in whole], "usage": usage(prompts, made)})
 
     async def pieces(self, ask: Ask, prompts: list[list[int]]) -> AsyncGenerator[Piece, None]:
@@ -286,9 +275,7 @@ class Server:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="An OpenAI-compatible server over a pipeline of stages.")
-    parser.add_argument(
-        "--model", type=Path, required=True, help="a GGUF file, or a directory with weights and tokenizer.model"
-    )
+    parser.add_argument("--model", type=Path, required=True, help="a GGUF file, or a directory with its tokenizer.model")
     parser.add_argument("--stages", type=int, default=1, help="how many stages to cut it into, evenly")
     parser.add_argument("--cuts", help="or the first layer of each stage after the first, such as 5,11")
     parser.add_argument("--max-ctx", type=int, help="longest context of a session, in tokens")
@@ -304,15 +291,13 @@ def main() -> None:
     args = options()
     model = args.model.resolve()
     memra_pp.ModelConfig.from_path(model)  # a model that cannot be used is refused before anything is started
-    name, cuts = model.name.removesuffix(".gguf"), [int(cut) for cut in args.cuts.split(",")] if args.cuts else None
+    cuts = [int(cut) for cut in args.cuts.split(",")] if args.cuts else None
     stages = len(cuts) + 1 if cuts else args.stages
     launch = {"model": model, "cuts": cuts, "stages": None if cuts else stages}
     launch |= {"max_ctx": args.max_ctx, "budget_bytes": args.budget}
+    name = model.name.removesuffix(".gguf")
+    ray.init("local", num_cpus=max(stages + 1, os.cpu_count() or 1), include_dashboard=False)
     try:
-        if "RAY_ADDRESS" in os.environ:
-            ray.init()
-        else:
-            ray.init("local", num_cpus=max(stages + 1, os.cpu_count() or 1), include_dashboard=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: sys.exit())
         serve.start(http_options={"host": args.host, "port": args.port})

@@ -92,7 +92,6 @@ def serving(model: Path, *options: str) -> Iterator[Running]:
     mark, tmp = secrets.token_hex(8), Path("/tmp") / f"m{secrets.token_hex(4)}"
     tmp.mkdir()
     env = {**os.environ, MARK: mark, "TMPDIR": str(tmp), "RAY_TMPDIR": str(tmp), "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    env.pop("RAY_ADDRESS", None)
     command = [sys.executable, EXAMPLE, "--model", model, "--stages", "2", "--port", str(port), *options]
     with (tmp / "log").open("w+") as log:
         process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
@@ -103,19 +102,23 @@ def serving(model: Path, *options: str) -> Iterator[Running]:
             yield Running(process, f"http://127.0.0.1:{port}", model.name)
         finally:
             process.send_signal(signal.SIGTERM)
-            status = process.wait(120)
+            try:
+                status = process.wait(120)
+            finally:
+                process.kill()
             process.stdout.close()
     assert status == 0
-    awaited(lambda: marked(mark) == [])
+    awaited(lambda: living(mark, tmp) == [])
     shutil.rmtree(tmp)
 
 
-def marked(mark: str) -> list[int]:
-    """Processes that inherited `MARK`."""
+def living(mark: str, tmp: Path) -> list[int]:
+    """Processes that inherited `MARK`, or, where Ray has written a title over it, write to files in a directory."""
     found = []
     for proc in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if proc.name.isdigit() and f"{MARK}={mark}\0".encode() in (proc / "environ").read_bytes():
+            marked = proc.name.isdigit() and f"{MARK}={mark}\0".encode() in (proc / "environ").read_bytes()
+            if marked or (proc.name.isdigit() and os.readlink(proc / "fd" / "1").startswith(f"{tmp}/")):
                 found.append(int(proc.name))
     return found
 

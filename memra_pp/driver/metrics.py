@@ -7,6 +7,7 @@ Ray does: `ray_`.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -168,9 +169,11 @@ class Exporter:
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
+        atexit.register(self.stop)  # for a pipeline that nobody closes: before what is behind the sink ends
 
     def stop(self) -> None:
         """See `Watcher`: the sink is not touched any more."""
+        atexit.unregister(self.stop)
         with self._lock:
             self._stopped.set()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +15,7 @@ from .report import Report
 def exporters(pipeline: str, report: Report) -> list[Exporter]:
     """What exports a pipeline's metrics by the Ray that this process uses; nothing if that exports none, as where
     `ray[default]` is not installed."""
-    if not exports():
-        return []
-    exporter = Exporter(report, RaySink(pipeline))
-    atexit.register(exporter.stop)  # before Ray ends, where nobody closes the pipeline
-    return [exporter]
+    return [Exporter(report, RaySink(pipeline))] if exports() else []
 
 
 def exports() -> bool:
@@ -34,6 +29,7 @@ class RaySink:
     """Ray's metrics of one pipeline."""
 
     def __init__(self, pipeline: str) -> None:
+        self.pipeline = pipeline
         tags = {metric.name: (PIPELINE, *metric.tags) for metric in METRICS}
         own = {PIPELINE: pipeline}
         self._gauges = {m.name: Gauge(m.name, m.help, tags[m.name]).set_default_tags(own) for m in METRICS if not m.counter}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from ..admission import SessionShape
 from ..cache import Cache, CachePlan, CacheSnapshot, SnapshotMark
+from ..cache.sizing import Kind
 from ..errors import StageError
 from ..kernels.memory import Slab
 from .frames import Entry
@@ -122,3 +124,12 @@ class StageSession:
     def _live(self, slot: int) -> SnapshotMark | None:
         mark = self.slots[slot].mark if slot < len(self.slots) else None
         return mark if mark in self.cache.plan.live else None
+
+
+def bytes_by_kind(sessions: Iterable[StageSession], charge: Callable[[SessionShape], Mapping[Kind, int]]) -> dict[Kind, int]:
+    """What the slabs of sessions are for; `charge` says it of one of a shape."""
+    total: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
+    for shape, alike in Counter(session.shape for session in sessions).items():
+        for kind, size in charge(shape).items():
+            total[kind] += alike * size
+    return total

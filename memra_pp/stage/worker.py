@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache, partial
 from time import monotonic
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 
 from ..admission import Device, SessionShape
 from ..cache import slab_bytes_by_kind
-from ..cache.sizing import Kind
 from ..errors import CapacityExceeded, InputError, MemraError, StageError, checked_int, require
 from ..kernels.backend import Rows
 from ..kernels.devices import open_device
@@ -25,7 +23,7 @@ from . import carry, frames, taps
 from .answers import answers
 from .boundary import Boundary
 from .frames import ARGMAX, READ, STEP, WRITE, Entry, Frame, Note
-from .session import Captures, StageSession
+from .session import Captures, StageSession, bytes_by_kind
 from .spans import Spans
 from .spec import StageSpec
 
@@ -188,7 +186,7 @@ class StageWorker:
             "pid": os.getpid(),
             "arena_bytes": self.device.arena_bytes,
             "allocated_bytes": self.device.slab_bytes,
-            "bytes": self._bytes_by_kind(),
+            "bytes": bytes_by_kind([*self.sessions.values()], self._charge),
             "learned_bytes": self.learned_bytes,
             "sessions": len(self.sessions),
             "boundary": self.boundary.kind,
@@ -202,13 +200,6 @@ class StageWorker:
             session.slab.close()
         self.sessions.clear()
         self.device.close()
-
-    def _bytes_by_kind(self) -> dict[Kind, int]:
-        total: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
-        for shape, sessions in Counter(session.shape for session in [*self.sessions.values()]).items():
-            for kind, size in self._charge(shape).items():
-                total[kind] += sessions * size
-        return total
 
     @cached_property
     def _workspace(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,31 @@ def test_every_value_is_one_of_the_figures(pipe: memra_pp.Pipeline, board: Board
         assert board.of("memra_pp_hop_seconds_total") == stats["hop_s"] > 0
     board.next_poll()
     assert board.of("memra_pp_sessions") == 0
+
+
+@pytest.mark.parametrize("where", ["between stages", "in a stage"])
+def test_the_time_of_hops_is_what_no_stage_was_at(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    worker = pipe.chain._workers[1]  # type: ignore[attr-defined]
+    slow = (pipe.chain, "_send") if where == "between stages" else (worker.model, "forward")
+    call = getattr(*slow)
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.2)
+        return call(*args)
+
+    with pipe.open([5, 6, 7], max_new_tokens=8) as session:
+        before = pipe.stats()
+        monkeypatch.setattr(*slow, slowly)
+        began = time.monotonic()
+        session.prefill()
+        took, after = time.monotonic() - began, pipe.stats()
+        monkeypatch.undo()
+    frames = after["traversals"] - before["traversals"]
+    assert frames > 0 and after["hops"] - before["hops"] == 3 * frames
+    busy = sum(stage["busy_s"] for stage in after["stages"]) - sum(stage["busy_s"] for stage in before["stages"])
+    hops = after["hop_s"] - before["hop_s"]
+    assert (hops if where == "between stages" else busy) >= 0.2
+    assert hops + busy <= took + 1e-3
 
 
 def test_while_no_stage_answers_the_state_is_told_alone(

@@ -20,7 +20,8 @@ from ray._private import ray_constants
 
 from ..errors import StageError
 from ..stage.listener import KEY_BYTES
-from .janitor import HOME, janitor, started_in
+from .cleaner import HOME, started_in
+from .janitor import janitor
 
 STOP_S = 5.0
 OBJECT_STORE_BYTES = 100 << 20

@@ -52,15 +52,15 @@ def target_is_there(command: str) -> None:
 
 
 def files_are_there(command: str) -> None:
-    """It needs machines of its own, or an image registry."""
-    named = [word for word in shlex.split(command, comments=True) if word.startswith("cluster/")]
+    """It needs machines of its own, an image registry, or serves until it is ended."""
+    named = [word for word in shlex.split(command, comments=True) if word.startswith(("cluster/", "examples/"))]
     assert named and all((ROOT / name).is_file() for name in named)
 
 
 NOT_RUN: dict[str, Callable[[str], None]] = {
     "pip install ": extra_is_there,
     "make ": target_is_there,
-    **dict.fromkeys(("ray ", "docker ", "kubectl "), files_are_there),
+    **dict.fromkeys(("ray ", "docker ", "kubectl ", "python examples/serve.py "), files_are_there),
 }
 """How such a command begins, and its check."""
 

@@ -170,7 +170,7 @@ def test_a_driver_that_is_stopped_does_not_answer_and_one_that_is_killed_leaves_
     assert asked(place)["health"]["ready"]
     driver.send_signal(signal.SIGKILL)
     driver.wait(WAIT_S)
-    assert ask(place) is None and gone(place.path) and list(own_registry.iterdir()) == []
+    assert gone(place.path) and ask(place) is None and list(own_registry.iterdir()) == []
 
 
 def test_an_entry_that_nobody_is_behind_is_removed(own_registry: Path) -> None:

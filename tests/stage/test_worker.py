@@ -109,7 +109,7 @@ def test_a_stage_counts_the_steps_and_rows_it_ran_and_no_other_frame(stages):
 
 
 def test_a_stage_says_what_its_bytes_are_for(stages):
-    stages.open(1, 2)
+    stages.open(1, 2, 5)
     for session, changes in ((3, {"ctx": 7, "snapshots": 3}), (4, {"snapshots": 0})):
         assert stages.send(opening(session), notes={0: asking(session, **changes)}).fault(0) is None
     stages.send(closing(2))
@@ -119,7 +119,7 @@ def test_a_stage_says_what_its_bytes_are_for(stages):
         held = [a for session in w.sessions.values() for a in w.spec.layout(session.shape)]
         for kind, name in (("k", "k"), ("v", "v"), ("length", "len_d")):
             assert stats["bytes"][kind] == sum(a.bytes for a in held if a.name == name)
-    for session in (1, 3, 4):
+    for session in (1, 3, 4, 5):
         stages.send(closing(session))
     assert all(not any(w.stats()["bytes"].values()) for w in stages.workers)
 

@@ -114,7 +114,7 @@ def launch_tiny(
     workers = [StageWorker.load(spec, model) for spec in specs]
     chain = LocalChain(workers)
     admission = Admission(Ledger(chain.devices, chain.homes), CostModel(CFG, fence, POLICY), CFG.max_ctx)
-    return memra_pp.Pipeline(Path(name), specs, chain, admission, 64, prefill_chunk, 60.0, {"by": "even"})
+    return memra_pp.Pipeline(Path(name), chain, admission, 64, prefill_chunk, 60.0, {"by": "even"})
 
 
 def some_tokens(n: int, seed: int = 0) -> list[int]:

@@ -179,8 +179,9 @@ class Batcher:
 
     @property
     def _short(self) -> bool:
-        """Whether the first piece that waits may ride with decodes."""
-        return self._prefills[0].entry.rows <= self.piece_rows(self._max_rows)
+        """Whether the first piece that waits may ride with decodes: it takes not much time, and leaves room for them."""
+        share = math.ceil((len(self._decodes) + self._flying_decodes()) / self._stages)
+        return self._prefills[0].entry.rows <= min(self.piece_rows(self._max_rows), self._max_rows - share)
 
     @property
     def _patience(self) -> int:
@@ -188,8 +189,10 @@ class Batcher:
         return 2 * self._stages if self._short else 1
 
     def _pieces(self, most: int, batch: list[Work]) -> list[Work]:
-        self._put_off = 0
-        return self._pick(self._prefills, most, batch)
+        riders = len(batch)
+        batch = self._pick(self._prefills, most, batch)
+        self._put_off = 0 if len(batch) > riders else self._put_off + 1
+        return batch
 
     def _pick(self, queue: deque[Work], most: int, batch: list[Work]) -> list[Work]:
         """`batch` and at most `most` of a queue that go with it, oldest first. No session is there twice, and none is

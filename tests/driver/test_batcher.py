@@ -126,6 +126,20 @@ def test_a_short_piece_rides_with_decodes_and_a_long_one_waits_for_one_micro_bat
     assert [sessions(b.take(0.0)) for _ in range(2)] == [[1], [9]]
 
 
+@pytest.mark.parametrize("rows", [MAX_ROWS, MAX_ROWS - 1])
+def test_a_piece_that_is_short_but_leaves_no_room_for_decodes_goes_by_itself(rows):
+    b = batcher(stages=1)
+    b.add(work(9, 16, prefill=True, logits=0), 0.0)
+    b.back(b.take(0.0), 0.001, 0.0)
+    b.add(work(9, rows, prefill=True, logits=0), 0.0)
+    sent = []
+    for turn in range(6):
+        fill(b, [work(1), work(2)], float(turn))
+        sent.append(b.take(float(turn)))
+        b.back(sent[-1], 0.010, float(turn))
+    assert [9] in [sessions(batch) for batch in sent]
+
+
 def test_pieces_of_several_prompts_are_spread_and_packed():
     b = batcher(stages=2)
     fill(b, [work(s, 16, prefill=True) for s in range(4)])
@@ -214,7 +228,7 @@ class Simulation:
     stages=st.integers(1, 4),
     decodes=st.integers(1, 6),
     prompts=st.lists(st.integers(1, 2000), max_size=3),
-    row_ms=st.floats(0.05, 2.0),
+    row_ms=st.floats(0.005, 2.0),
 )
 @settings(max_examples=60, deadline=None)
 def test_no_decode_sees_more_than_one_piece_go_before_it_and_everything_gets_there(stages, decodes, prompts, row_ms):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,9 +38,31 @@ class PassThrough:
         return rows[batch.logit_rows] if self._last else rows
 
 
-def write_config(folder: Path, layers: int, width: int) -> None:
-    """A model without weights, with as wide a vocabulary as its rows."""
+class Sleeper(PassThrough):
+    """A `StageModel` that sleeps, for each of its layers as long as `write_config` was told. The column of a row that is its
+    first layer's says how long it slept for it, in seconds."""
+
+    @classmethod
+    def load(cls, path: str, layers: range, device: Any) -> Sleeper:
+        made = super().load(path, layers, device)
+        made._first, made._layers = layers.start, len(layers)
+        return made
+
+    def forward(self, batch: StepBatch, x: Array, caches: Sequence[Cache]) -> Array:
+        rows = super().forward(batch, x, caches).copy()
+        told = self.cfg.hparams
+        started = time.perf_counter()
+        time.sleep(self._layers * (told["layer_sleep_s"] + len(x) * told["row_sleep_s"]))
+        rows[:, self._first] = time.perf_counter() - started
+        return rows
+
+
+def write_config(folder: Path, layers: int, width: int, layer_sleep_s: float = 0.0, row_sleep_s: float = 0.0) -> None:
+    """A model without weights, with as wide a vocabulary as its rows. A `Sleeper` sleeps for `layer_sleep_s` in each layer,
+    and for `row_sleep_s` more for each row."""
     config = {
+        "layer_sleep_s": layer_sleep_s,
+        "row_sleep_s": row_sleep_s,
         "model_type": "llama",
         "hidden_size": width,
         "num_hidden_layers": layers,

@@ -39,7 +39,7 @@ def decode_rate(pipe: memra_pp.Pipeline, sessions: int, tokens: int) -> Rate:
     for index, _ in pipe.generate_many(prompts, max_new_tokens=most, sampling=GREEDY, concurrency=sessions):
         times[index].append(time.perf_counter())
         if all(times) if not busy else len(busy) == 1 and len(times[index]) == most:
-            busy.append(_busy_s(pipe))
+            busy.append(busy_s(pipe))
     start, end = max(taken[0] for taken in times), min(taken[-1] for taken in times)
     rates = [_rate([at for at in taken if start <= at <= end]) for taken in times]
     return Rate(sum(rates), _between(*busy))
@@ -48,18 +48,19 @@ def decode_rate(pipe: memra_pp.Pipeline, sessions: int, tokens: int) -> Rate:
 def prefill_rate(pipe: memra_pp.Pipeline, prompts: int, rows: int, sessions: int) -> Rate:
     """Of so many prompts of `rows` tokens each, `sessions` at a time."""
     texts: Iterator[list[int]] = (some_tokens(pipe, rows, seed) for seed in range(prompts))
-    before, started = _busy_s(pipe), time.perf_counter()
+    before, started = busy_s(pipe), time.perf_counter()
     for _ in pipe.generate_many(texts, max_new_tokens=1, sampling=GREEDY, concurrency=sessions):
         pass
     per_s = prompts * rows / (time.perf_counter() - started)
-    return Rate(per_s, _between(before, _busy_s(pipe)))
+    return Rate(per_s, _between(before, busy_s(pipe)))
 
 
 def _rate(times: list[float]) -> float:
     return (len(times) - 1) / (times[-1] - times[0])
 
 
-def _busy_s(pipe: memra_pp.Pipeline) -> list[float]:
+def busy_s(pipe: memra_pp.Pipeline) -> list[float]:
+    """Seconds for which each stage has computed so far."""
     return [stage["busy_s"] for stage in pipe.stats()["stages"]]
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+WIDE = 16
+"""A sweep over more than so many times its least point is drawn on a logarithmic axis."""
 HEADINGS = ("what", "at", "value", "unit", "peer", "", "ratio", "target", "met")
 
 
@@ -64,10 +66,11 @@ class Row:
 
 @dataclass
 class Report:
-    """Figures of one bench. `axis` names what `Row.at` counts."""
+    """Figures of one bench. `axis` names what `Row.at` counts, `inputs` what the figures rest on."""
 
     title: str
     axis: str = ""
+    inputs: dict[str, Any] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
 
     def add(self, what: str, value: float, unit: str, **more: Any) -> None:
@@ -81,7 +84,8 @@ class Report:
 
     def give_out(self, args: argparse.Namespace) -> None:
         """Prints the table, unless JSON is to be printed; writes the files that were asked for."""
-        text = json.dumps({"title": self.title, "axis": self.axis, "rows": [row.as_json() for row in self.rows]}, indent=1)
+        rows = [row.as_json() for row in self.rows]
+        text = json.dumps({"title": self.title, "axis": self.axis, "inputs": self.inputs, "rows": rows}, indent=1)
         print(text if args.json == "-" else self.table(), flush=True)
         if args.json not in (None, "-"):
             Path(args.json).write_text(text + "\n")
@@ -108,9 +112,14 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     """The options that all benches have; `doc` is the module's, whose first line says what it measures."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--quick", action="store_true", help="small and short, to see that it works: the figures mean nothing")
+    add_outputs(made)
+    return made
+
+
+def add_outputs(made: argparse.ArgumentParser) -> None:
+    """The options that say where `Report.give_out` puts what was found."""
     made.add_argument("--json", metavar="FILE", help="write the figures there; - prints them instead of the table")
     made.add_argument("--plot", metavar="FILE.png", type=_plot_file, help="draw them there; needs the extra `plot`")
-    return made
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -157,6 +166,8 @@ def _draw_lines(panel: Any, rows: Sequence[Row]) -> None:
             peers = {row.at: row.peer_value for row in of_line if row.peer == peer}
             panel.plot(list(peers), list(peers.values()), "--.", color=line.get_color(), alpha=0.6, label=f"{what}: {peer}")
     panel.set_ylim(bottom=0)
+    if max(row.at for row in rows) > WIDE * min(row.at for row in rows):
+        panel.set_xscale("log", base=2)
     panel.legend(fontsize="small")
 
 

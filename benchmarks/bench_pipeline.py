@@ -11,41 +11,21 @@ import asyncio
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from _peers import PassThrough, ray_of, write_config
+from _peers import Sleeper, ray_of, write_config
 from _report import Report, integers, parser, say
 
 import memra_pp
 from memra_pp import aio
-from memra_pp.cache import Cache
-from memra_pp.models.protocol import Array, StepBatch
+from memra_pp.models.protocol import Array
 
 SLEEP_S, HOP_S = 0.005, 0.0003
 WIDTH = 64
 STEPS, ROUNDS = 100, 5
 OF_IDEAL = 0.95
-
-
-class Sleeper(PassThrough):
-    """A `StageModel` that sleeps. Column `s` of a row is how long stage `s` slept for it, in seconds."""
-
-    @classmethod
-    def load(cls, path: str, layers: range, device: Any) -> Sleeper:
-        made = super().load(path, layers, device)
-        made._stage = layers.start  # a layer a stage
-        return made
-
-    def forward(self, batch: StepBatch, x: Array, caches: Sequence[Cache]) -> Array:
-        rows = super().forward(batch, x, caches).copy()
-        started = time.perf_counter()
-        time.sleep(SLEEP_S)
-        rows[:, self._stage] = time.perf_counter() - started
-        return rows
 
 
 async def decode(session: aio.Session, stages: int, steps: int) -> tuple[float, Array]:
@@ -89,7 +69,7 @@ def main() -> None:
         for stages in args.stages:
             say(f"{stages} stages")
             with tempfile.TemporaryDirectory() as name:
-                write_config(Path(name), stages, WIDTH)
+                write_config(Path(name), stages, WIDTH, SLEEP_S)
                 with memra_pp.launch(name, stages=stages, stage_model=Sleeper, threads=1) as pipe:
                     rates = [asyncio.run(throughput(pipe, steps)) for _ in range(rounds)]
                     step, slept = latency(pipe, rounds * steps)

@@ -1,11 +1,11 @@
 """A pipeline of any number of stages, simulated: what it would do, from what its parts take.
 
 Which entries make up a frame, and when it leaves, the driver's own `Batcher` decides, as it does for a pipeline that is there.
-A frame passes the stages in order and none overtakes another, so that stage `s` begins with it at
+A frame passes stages and links in turn and none overtakes another, so that the `i`th of these places begins with it at
 
-    begun[s] = max(free[s], begun[s - 1] + took[s - 1] + hop[s - 1])
+    begun[i] = max(free[i], begun[i - 1] + took[i - 1] + latency[i - 1])
 
-which is a running maximum, computed for all stages of a frame at once. The driver is one server: it does one thing at a time.
+which is a running maximum, computed for all places of a frame at once. The driver is one server: it does one thing at a time.
 Not simulated: sockets that are full, and processes that share a core.
 """
 
@@ -48,7 +48,7 @@ class Compute:
 @dataclass(frozen=True)
 class Link:
     """From when a stage has computed a frame until the next one can begin with it: `latency_s` seconds, software and all, and
-    the time of its rows at `bytes_per_s`."""
+    the time of its rows at `bytes_per_s`, in which it carries no other frame."""
 
     latency_s: float
     bytes_per_s: float = inf
@@ -187,13 +187,15 @@ class _Run:
         stages = len(pipeline.stages)
         self._pipeline, self._load, self._random = pipeline, load, np.random.default_rng(seed)
         self._step_of = np.array([(s.fixed_s, s.entry_s, s.row_s) for s in pipeline.stages])
-        self._latency = np.array([link.latency_s for link in pipeline.links])
-        self._hop_row = pipeline.row_bytes / np.array([link.bytes_per_s for link in pipeline.links[1:-1]])
+        self._link_row_s = pipeline.row_bytes / np.array([link.bytes_per_s for link in pipeline.links[1:-1]])
+        self._latency, self._turnaround = np.zeros(2 * stages - 1), np.zeros(2 * stages - 1)
+        self._latency[1::2] = [link.latency_s for link in pipeline.links[1:-1]]
+        self._turnaround[::2] = pipeline.turnaround_s
         self._batcher = Batcher(stages, pipeline.max_rows, MAX_BODY_BYTES // 2)
         self._sessions = [_Session(number, load.prompt) for number in range(load.sessions)]
         self._times: list[list[float]] = [[] for _ in self._sessions]
         self._flying: deque[_Flight] = deque()
-        self._free, self._busy = np.zeros(stages), np.zeros(stages)
+        self._free, self._busy = np.zeros(2 * stages - 1), np.zeros(stages)
         self._now = self._working = self._first = 0.0
         self._measuring_since = inf
         self._short_of = load.sessions
@@ -228,20 +230,21 @@ class _Run:
             self._flying.append(self._passed(works))
 
     def _passed(self, works: list[Work]) -> _Flight:
-        """A frame's way through the stages, which it leaves for now."""
+        """A frame that leaves now, and its way. Stages are the even places of it, links the odd ones."""
         rows = sum(work.entry.rows for work in works)
-        took = self._step_of @ (1, len(works), rows)
+        took = np.empty(len(self._free))
+        took[::2] = self._step_of @ (1, len(works), rows)
+        took[1::2] = self._link_row_s * rows
         if self._pipeline.jitter:
             shape = self._pipeline.jitter**-2
-            took = took * self._random.gamma(shape, 1 / shape, len(took))
-        hops = self._latency[1:-1] + self._hop_row * rows
-        ahead = np.concatenate(([0.0], np.cumsum(took[:-1] + hops)))
+            took[::2] *= self._random.gamma(shape, 1 / shape, len(took[::2]))
+        ahead = np.concatenate(([0.0], np.cumsum((took + self._latency)[:-1])))
         ready = self._free - ahead
-        ready[0] = max(ready[0], self._now + self._latency[0])
+        ready[0] = max(ready[0], self._now + self._pipeline.links[0].latency_s)
         begun = np.maximum.accumulate(ready) + ahead
         ended = begun + took
-        self._free = ended + self._pipeline.turnaround_s
-        return _Flight(float(ended[-1] + self._latency[-1]), works, begun, ended)
+        self._free = ended + self._turnaround
+        return _Flight(float(ended[-1] + self._pipeline.links[-1].latency_s), works, begun[::2], ended[::2])
 
     def _hand_out(self, flight: _Flight) -> None:
         """A frame has come back: its sessions go on."""
@@ -270,7 +273,7 @@ class _Run:
 
     def _feed(self, session: _Session) -> None:
         """Submits as many pieces of what is left of a prompt as may be on their way."""
-        most = inf if self._load.replay else len(self._free)
+        most = inf if self._load.replay else len(self._busy)
         while session.left and session.way < most:
             chunk = self._pipeline.max_rows if self._load.replay else self._batcher.piece_rows(session.left)
             rows = min(chunk, session.left)

@@ -55,6 +55,12 @@ def test_the_time_of_rows_and_entries_and_of_their_bytes_counts() -> None:
     assert two.pace.step_p50_s == pytest.approx(2 * STEP_S + 3 * HOP_S + 0.002)
 
 
+def test_a_link_carries_one_frame_after_another() -> None:
+    link = Link(HOP_S, bytes_per_s=1e6)
+    four = Pipeline((Compute(STEP_S),) * 4, (Link(0.0), link, Link(0.0), Link(0.0), Link(0.0)), row_bytes=50_000)
+    assert simulate(four, Load(4)).pace.tokens_per_s == pytest.approx(1 / 0.05)
+
+
 @pytest.mark.parametrize("stages", [1, 2, 4, 16])
 @pytest.mark.parametrize("each", [1, 3])
 def test_as_many_sessions_as_stages_keep_all_stages_busy(stages: int, each: int) -> None:

@@ -150,7 +150,7 @@ def test_command(document: str, command: str, place: Path) -> None:
         check(command)
         return
     over_ray = command == next(command for _, command in COMMANDS if OVER_RAY in command)
-    launches = re.match(r"memra-pp (run|export|import) ", command) and "--backend" not in command
+    launches = re.match(r"memra-pp (run|bench|export|import) ", command) and "--backend" not in command
     done = run(command, place, "--backend local" if launches and not over_ray else "")
     if NO_GPU in command:
         assert done.returncode == 1 and done.stderr.count("\n") == 1 and "cuda" in done.stderr, done.stderr

@@ -395,7 +395,7 @@ def test_any_steps_do_what_their_fields_say_or_nothing(sequence: list[dict[str, 
         there = e.restore == 0 or at is not None
         slots = e.drop < 4 and e.snapshot <= 2 and e.snapshot_at <= e.rows and e.keep <= 2 and e.keep < max(1, e.rows)
         good = there and (slots or not (e.restore or e.drop or e.snapshot or e.keep)) and base + e.rows <= 16
-        good = good and e.accept * (e.restore > 0) <= pos - base and (e.rows or e.snapshot)
+        good = good and e.accept * (e.restore > 0) <= pos - base and (e.rows or e.snapshot or e.restore)
         held = stages.images()
         asked = {name: value for name, value in given_fields.items() if name != "rows"}
         assert (stages.step(seq, base, e.rows, **asked) is None) == bool(good)

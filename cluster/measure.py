@@ -20,14 +20,17 @@ import memra_pp
 from benchmarks._peers import Sleeper, write_config
 from benchmarks._rates import GREEDY, busy_s, some_tokens
 from cluster.simulator import Compute, Driver, Link, Pace, Pipeline, Recovery, pace
+from memra_pp.errors import StageError
 
 WIDTH = 2048  # 8 KB of f32
 LAYER_S, ROW_S = 0.008, 0.0005
 PER_STAGE = 4
 """Sessions for each stage."""
 PROMPT, WARMUP, MOST_TOKENS = 16, 5, 1 << 14
-CALIBRATED = 60
+CALIBRATED = 100
 """Tokens of each session while something is calibrated."""
+DEATHS, RECOVERIES = 3, 100
+ROUNDS = 5
 DRIVER = -1
 """Whose spans those of no stage are."""
 PATIENCE_S = 120.0
@@ -39,7 +42,7 @@ def pipeline(stages: int, layers: int | None = None) -> Iterator[memra_pp.Pipeli
     """Stages of one layer each; of more `layers`, the last one has the rest."""
     with tempfile.TemporaryDirectory() as name:
         write_config(Path(name), layers or stages, WIDTH, LAYER_S, ROW_S)
-        with memra_pp.launch(name, cuts=range(1, stages), stage_model=Sleeper, threads=1) as pipe:
+        with memra_pp.launch(name, cuts=range(1, stages), stage_model=Sleeper, threads=1, recoveries=RECOVERIES) as pipe:
             yield pipe
 
 
@@ -91,11 +94,14 @@ class Seen(NamedTuple):
 
 
 def watched(of: Streams, tokens: int) -> Seen:
-    """What sessions do while each gets so many tokens."""
-    before, began = busy_s(of.pipe), time.monotonic()
-    times = of.go_on(tokens)
-    took, after = time.monotonic() - began, busy_s(of.pipe)
-    return Seen(pace(times), tuple(1 - (b - a) / took for a, b in zip(before, after, strict=True)))
+    """What sessions do while each gets so many tokens, `ROUNDS` times: the median of each figure."""
+    paces, bubbles = [], []
+    for _ in range(ROUNDS):
+        before, began = busy_s(of.pipe), time.monotonic()
+        paces.append(pace(of.go_on(tokens)))
+        took, after = time.monotonic() - began, busy_s(of.pipe)
+        bubbles.append([1 - (b - a) / took for a, b in zip(before, after, strict=True)])
+    return Seen(Pace(*np.median(paces, axis=0).tolist()), tuple(np.median(bubbles, axis=0).tolist()))
 
 
 class Death(NamedTuple):
@@ -110,17 +116,27 @@ class Death(NamedTuple):
 
 def killed(of: Streams) -> Death:
     """What it takes to go on when the middle stage is killed."""
-    pipe, times = of.pipe, of.times
-    victim = pipe.stats()["stages"][pipe.chain.stages // 2]["pid"]
-    rows = PROMPT + round(sum(map(len, times)) / len(times))
+    victim = of.pipe.stats()["stages"][of.pipe.chain.stages // 2]["pid"]
+    return _lost(of, lambda: os.kill(victim, signal.SIGKILL))
+
+
+def rewired(of: Streams) -> Death:
+    """What it takes when only the lanes are lost, and no stage."""
+    return _lost(of, lambda: of.pipe.chain.fail(StageError("the lanes are to be wired anew")))
+
+
+def _lost(of: Streams, strike: Callable[[], object]) -> Death:
+    pipe, before = of.pipe, [len(own) for own in of.times]
     died = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
+    strike()
     while pipe.health()["ready"]:
         time.sleep(LOOK_S)
     noticed = time.monotonic()
     of.until(lambda: pipe.health()["ready"])
     of.go_on(2)
-    again = [max(pairwise(own), key=lambda gap: gap[1] - gap[0])[1] for own in times]
+    since = [own[n - 1 :] for own, n in zip(of.times, before, strict=True)]
+    again = [max(pairwise(own), key=lambda gap: gap[1] - gap[0])[1] for own in since]
+    rows = PROMPT + sum(before) // len(before)
     return Death(noticed - died, pipe.health()["last_recovery"]["took_s"], max(again) - died, rows)
 
 
@@ -151,14 +167,14 @@ def calibrate(say: Callable[[str], None]) -> Parts:
             one = traced(of)
         with streams(pipe, PER_STAGE) as of:
             several = traced(of)
-            alone = killed(of)
     say("calibrating: two stages")
     with pipeline(2) as pipe, streams(pipe, 1) as of:
         single = traced(of)
     with pipeline(2, layers=4) as pipe, streams(pipe, 2 * PER_STAGE) as of:
         uneven = traced(of)
-        pair = killed(of)
-    wire = max(0.0, pair.served_s - alone.served_s)
+        deaths, wirings = [killed(of) for _ in range(DEATHS)], [rewired(of) for _ in range(DEATHS)]
+    wire_s = _median([each.served_s for each in wirings]) / 2
+    start_s = max(0.0, _median([death.served_s for death in deaths]) - 2 * wire_s)
     return Parts(
         compute=_compute(one, several),
         out=_link(single, (DRIVER, "send"), (0, "compute")),
@@ -167,7 +183,7 @@ def calibrate(say: Callable[[str], None]) -> Parts:
         driver=_driver(one, several),
         turnaround_s=_median([span.ended - span.began for span in uneven[1, "recv"].values()]),
         jitter=_jitter(several),
-        recovery=Recovery(alone.noticed_s, alone.served_s - wire, 0.0, wire),
+        recovery=Recovery(_median([death.noticed_s for death in deaths]), start_s, 0.0, wire_s),
     )
 
 
@@ -197,14 +213,15 @@ def traced(of: Streams) -> Trace:
 
 def _compute(one: Trace, several: Trace) -> Compute:
     """A stage's time, from frames of one row and of `PER_STAGE`."""
-    low, high = (float(np.mean(_steps(trace, rows))) for trace, rows in ((one, 1), (several, PER_STAGE)))
+    low, high = (_median(_steps(trace, rows)) for trace, rows in ((one, 1), (several, PER_STAGE)))
     row = max(0.0, (high - low) / (PER_STAGE - 1))
     return Compute(low - row, row)
 
 
 def _jitter(trace: Trace) -> float:
-    steps = _steps(trace, PER_STAGE)
-    return float(np.std(steps) / np.mean(steps))
+    """Half of what the middle 68 % of the steps span, as a part of their median: the deviation, were they normal."""
+    below, middle, above = np.percentile(_steps(trace, PER_STAGE), (15.9, 50, 84.1)).tolist()
+    return float((above - below) / 2 / middle)
 
 
 def _steps(trace: Trace, rows: int) -> list[float]:

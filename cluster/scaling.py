@@ -100,7 +100,9 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", required=True)
     measuring = commands.add_parser("measure", help="pipelines on this machine, beside their simulation")
     measuring.add_argument("--stages", type=integers, default=tuple(range(1, 9)), metavar="N,N", help="(default: 1 to 8)")
-    measuring.add_argument("--tokens", type=int, default=150, help="of each session (default: %(default)s)")
+    measuring.add_argument(
+        "--tokens", type=int, default=60, help="of each session, in each of some rounds (default: %(default)s)"
+    )
     simulating = commands.add_parser("simulate", help="a model on devices", description=Hardware.__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     simulating.add_argument("--model", default=MODEL, help="a config.json (default: Llama 3.1 70B's)")

@@ -121,7 +121,7 @@ def test_a_simulation_that_is_off_by_more_than_a_tenth_fails(
 @pytest.mark.cluster
 def test_measured_throughput_is_the_simulated_one_and_nothing_is_left(tmp_path: Path) -> None:
     out, mark = tmp_path / "out.json", uuid.uuid4().hex
-    command = [sys.executable, "-m", "cluster.scaling", "measure", "--stages", "1,2,3", "--tokens", "60", "--json", str(out)]
+    command = [sys.executable, "-m", "cluster.scaling", "measure", "--stages", "1,2,3", "--tokens", "30", "--json", str(out)]
     ran = subprocess.run(
         command, cwd=ROOT, env={**os.environ, MARK: mark}, capture_output=True, text=True, timeout=280, check=False
     )

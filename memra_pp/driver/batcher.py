@@ -73,8 +73,10 @@ class Batcher:
             batch = [self._decodes.popleft()]  # one session by itself: nothing to weigh
             self._flying.append(batch)
             return batch
+        if len(self._flying) >= self._stages:
+            return []
         self._drop_withdrawn()
-        if len(self._flying) >= self._stages or not (self._decodes or self._prefills):
+        if not (self._decodes or self._prefills):
             return []
         batch = self._next(now)
         if batch:

@@ -172,6 +172,7 @@ def test_the_tables_have_every_part(hybrid: Path, capsys: pytest.CaptureFixture[
     assert all(line.startswith("[") for line in err.splitlines())
 
 
+@pytest.mark.cluster
 def test_ray_is_the_default_backend(hybrid: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [option for option in QUICK if option not in ("--backend", "local")]
     assert cli.main(["bench", str(hybrid), "--stages", "2", *options, "--json"]) == 0

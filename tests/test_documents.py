@@ -151,7 +151,8 @@ def test_command(document: str, command: str, place: Path) -> None:
         return
     over_ray = command == next(command for _, command in COMMANDS if OVER_RAY in command)
     launches = re.match(r"memra-pp (run|bench|export|import) ", command) and "--backend" not in command
-    done = run(command, place, "--backend local" if launches and not over_ray else "")
+    options = "--backend local" if launches and not over_ray else ""
+    done = run(command, place, options + " --seconds 2" * command.startswith("memra-pp bench"))
     if NO_GPU in command:
         assert done.returncode == 1 and done.stderr.count("\n") == 1 and "cuda" in done.stderr, done.stderr
     else:

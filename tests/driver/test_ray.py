@@ -187,7 +187,8 @@ def run_apart(code: str, tmp: Path, interrupt: bool = False) -> tuple[int, str]:
     said = child.stdout.readline()
     if interrupt:
         child.send_signal(signal.SIGINT)
-    rest, _ = child.communicate(timeout=120)
+    rest = child.stdout.read()  # of the same reader: it may hold more lines than the first
+    child.wait(timeout=120)
     assert marked(mark) == []
     assert list(tmp.iterdir()) == []
     return child.returncode, said + rest

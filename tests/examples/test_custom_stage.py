@@ -54,6 +54,7 @@ def test_who_shares_the_batch_does_not_matter(example: ModuleType, model: Path) 
     assert texts == alone and len(set(map(tuple, alone))) == len(prompts)
 
 
+@pytest.mark.cluster
 def test_the_example_runs_over_ray() -> None:
     done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -160,7 +160,8 @@ class Batcher:
         return len({work.entry.session for work in works if work.prefill})
 
     def _batch(self, now: float) -> list[Work]:
-        if self._prefills and self._put_off >= self._patience and not any(work.passed for work in self._decodes):
+        passed = bool(self._decodes) and self._decodes[0].passed  # those that a piece has passed are the oldest
+        if self._prefills and self._put_off >= self._patience and not passed:
             for work in self._decodes:
                 work.passed = True
             return self._pieces(1, [])
@@ -204,6 +205,8 @@ class Batcher:
         most = min(most, MAX_ENTRIES) + len(batch)
         while queue and len(batch) < most and not queue[0].alone:
             work = queue.popleft()
+            if work.done():
+                continue
             entry = work.entry
             fits = rows + entry.rows <= self._max_rows and n_bytes + work.n_bytes <= self._max_bytes
             if entry.session not in seen and (fits or not batch):
@@ -218,9 +221,10 @@ class Batcher:
         return batch
 
     def _drop_withdrawn(self) -> None:
+        """Those that are first in their queue; one behind them still counts, and is dropped when its turn comes."""
         for queue in (self._decodes, self._prefills):
-            for work in [work for work in queue if work.done()]:
-                queue.remove(work)
+            while queue and queue[0].done():
+                queue.popleft()
 
     def _learn(self, works: Iterable[Work], stage_s: float) -> None:
         """A step takes some time however few rows it has, as one of decodes does, and then some for each row of a piece."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import ray
 from ray.cluster_utils import Cluster
 
-from memra_pp.driver.janitor import HOME
+from memra_pp.driver.cleaner import HOME
 from memra_pp.driver.launch_ray_runtime import deferred_signals, private_dir, remove_dir
 from memra_pp.stage.listener import KEY_BYTES
 

@@ -153,10 +153,10 @@ def _one_of(*allowed: str) -> Check:
     return check
 
 
-def _list_of(each: Check) -> Check:
+def _list_of(each: Check, example: str) -> Check:
     def check(value: Any) -> list[Any]:
         if not isinstance(value, list) or not value:
-            raise ValueError("a list, such as [6, 12]")
+            raise ValueError(f"a list, such as {example}")
         try:
             return [each(item) for item in value]
         except ValueError as error:
@@ -166,7 +166,7 @@ def _list_of(each: Check) -> Check:
 
 
 def _devices(value: Any) -> Any:
-    return value if value in ("auto", "cpu", "cuda") else _list_of(_text)(value)
+    return value if value in ("auto", "cpu", "cuda") else _list_of(_text, '["cuda:0", "cuda:1"]')(value)
 
 
 SAMPLING: Mapping[str, Check] = {
@@ -174,7 +174,7 @@ SAMPLING: Mapping[str, Check] = {
     "top_p": _number(0, 1),
     "top_k": _whole(0, 1 << 31),
     "seed": _whole(0, (1 << 63) - 1),
-    "stop": _list_of(_text),
+    "stop": _list_of(_text, '["\\n\\n"]'),
 }
 DRAFT: Mapping[str, Check] = {
     "k": _whole(1, 256),
@@ -191,7 +191,7 @@ FIELDS: Mapping[str, Any] = {
     "sampling": SAMPLING,
     "draft": DRAFT,
     "stages": _whole(1, 4096),
-    "cuts": _list_of(_whole(1, 1 << 20)),
+    "cuts": _list_of(_whole(1, 1 << 20), "[6, 12]"),
     "balance": _one_of(*get_args(Balance)),
     "devices": _devices,
     "kv_k": _one_of(*K_CHOICES),

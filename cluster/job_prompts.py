@@ -83,7 +83,9 @@ def file_prompts(path: Path) -> Iterator[Prompt]:
                 seen.add(prompt.id)
                 yield prompt
     except OSError as error:
-        raise ConfigError(f"prompts {path} cannot be read ({error.strerror}): name a file that every node reads") from error
+        raise ConfigError(
+            f"prompts {path} cannot be read ({error.strerror}): name a file that the job can read, such as one of its directory"
+        ) from error
 
 
 def queue_prompts(name: str, taken: Log) -> Iterator[Prompt | None]:

@@ -206,7 +206,9 @@ def test_a_cut_that_parts_shared_rows_names_the_nearest_valid_fence(data: Path) 
 
 
 def test_a_cluster_address_where_nobody_listens_is_one_line_at_once(gemma: Path) -> None:
-    assert "Ray did not start" in error_of("run", str(gemma), "--prompt", "Hi", RAY_ADDRESS="127.0.0.1:1")
+    assert "no Ray answers at RAY_ADDRESS=127.0.0.1:1" in error_of(
+        "run", str(gemma), "--prompt", "Hi", RAY_ADDRESS="127.0.0.1:1"
+    )
 
 
 def test_an_output_that_takes_no_more_is_one_line(gemma: Path) -> None:

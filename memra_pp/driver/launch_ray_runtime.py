@@ -52,6 +52,8 @@ class Runtime:
                         self._join(address)
                     else:
                         self._start(stages)
+                except StageError:
+                    raise
                 except Exception as error:  # Ray raises whatever it likes
                     raise StageError(f"Ray did not start: {error}") from error
             self._users += 1
@@ -66,7 +68,10 @@ class Runtime:
         """Joins a running cluster. Ray would try an address where nobody listens for minutes."""
         host, _, port = address.rpartition(":")
         if port.isdigit():
-            socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+            try:
+                socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+            except OSError as error:
+                raise StageError(f"no Ray answers at RAY_ADDRESS={address} ({error}): start one there, or unset it") from error
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
 
     def _start(self, stages: int) -> None:

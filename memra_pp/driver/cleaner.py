@@ -57,14 +57,14 @@ def started_in(path: str) -> list[int]:
 
 
 def _belongs(proc: str, path: str) -> bool:
-    """By what it has inherited, or, where its title has been written over that, by where its output goes."""
+    """By what it has inherited, or, where its title has been written over that, by the logs that it has open there."""
     try:
         command = _read(f"{proc}/cmdline")
         if not any(name in command for name in RAYS):
             return False
         if f"{HOME}={path}\0".encode() in _read(f"{proc}/environ"):
             return True
-        return any(os.readlink(f"{proc}/fd/{fd}").startswith(path + "/") for fd in ("1", "2"))
+        return any(os.readlink(f"{proc}/fd/{fd}").startswith(path + "/") for fd in os.listdir(f"{proc}/fd"))
     except OSError:  # it is gone, or another's
         return False
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 from ray.cluster_utils import Cluster
 
-from memra_pp.driver.cleaner import HOME
-from memra_pp.driver.launch_ray_runtime import deferred_signals, private_dir, remove_dir
-from memra_pp.stage.listener import KEY_BYTES
+from memra_pp.driver.launch_ray_runtime import deferred_signals, private_dir, ray_settings, remove_dir
 
 STORE_BYTES = 80 << 20
 
@@ -23,12 +20,7 @@ def raylets(stages: int, nodes: int) -> Iterator[None]:
     """While it lasts, `launch` joins a cluster with room for so many stages, spread over `nodes` nodes. The driver's own node,
     one more, takes none, so that every lane is TCP."""
     environ, home = dict(os.environ), private_dir()
-    os.environ |= {
-        "RAY_AUTH_TOKEN": secrets.token_hex(KEY_BYTES),
-        "RAY_worker_niceness": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        HOME: home,
-    }
+    os.environ |= ray_settings(home)
     cluster = Cluster()
     try:
         with deferred_signals():

@@ -20,7 +20,7 @@ from ..errors import ConfigError, checked_int, require
 from ..kernels.devices import free_bytes, kind_of, require_gpus
 from ..models import stage_model_for
 from ..models.protocol import StageModel
-from ..stage.spec import StageSpec
+from ..stage.spec import StageSpec, threads_each
 from ..stage.worker import StageWorker
 from .chain import Chain, LocalChain, Progress
 from .cut import Refence, cut_by_time, fence_by_budgets, fence_by_memory, fence_for, refenced
@@ -134,18 +134,16 @@ def launch(
     bypass = checked_int(ConfigError, "bypass", bypass, 0, MAX_BYPASS)
     shared = tenant_share is None or (isinstance(tenant_share, (int, float)) and 0 < tenant_share <= 1)
     require(shared, ConfigError, "tenant_share", tenant_share, "None, or a number above 0 and up to 1")
-    timed = isinstance(step_timeout, (int, float)) and 0 < step_timeout <= MAX_STEP_S
-    require(timed, ConfigError, "step_timeout", step_timeout, f"more than 0 and at most {MAX_STEP_S} seconds")
+    _check_seconds("step_timeout", step_timeout)
     heard = isinstance(silence_timeout, (int, float)) and 1 <= silence_timeout <= MAX_STEP_S
     require(heard, ConfigError, "silence_timeout", silence_timeout, f"1 to {MAX_STEP_S} seconds")
-    placed = isinstance(placement_timeout, (int, float)) and 0 < placement_timeout <= MAX_STEP_S
-    require(placed, ConfigError, "placement_timeout", placement_timeout, f"more than 0 and at most {MAX_STEP_S} seconds")
+    _check_seconds("placement_timeout", placement_timeout)
     recovery = Recovery(checked_int(ConfigError, "recoveries", recoveries, 0, MAX_RECOVERIES), silence_timeout)
     progress = progress or (lambda text, done, of: None)
     told = cuts is not None or (balance == "even" and fence != nearest_even_fence(cfg, n))
     cut: dict[str, Any] = {"by": "cuts" if told else balance}
     if balance in TIMED:
-        of_each = threads or max(1, (os.cpu_count() or 1) // n)
+        of_each = threads or threads_each(os.cpu_count() or 1, n)
         fence, cut = cut_by_time(cfg, policy, path, chosen, n, TIMED[balance], of_each, prefill_chunk, progress)
     specs = [
         StageSpec(
@@ -239,6 +237,11 @@ def _check_balance(balance: str, stages: int | None, cuts: Sequence[int] | None)
         raise ConfigError(f"balance={balance!r} with cuts={list(cuts)}: pass one of them")
     if balance in TIMED and stages is None:
         raise ConfigError(f"balance={balance!r} without stages: say how many stages to cut the model into")
+
+
+def _check_seconds(name: str, value: float) -> None:
+    allowed = isinstance(value, (int, float)) and 0 < value <= MAX_STEP_S
+    require(allowed, ConfigError, name, value, f"more than 0 and at most {MAX_STEP_S} seconds")
 
 
 def _check_measurable(balance: str, names: list[str]) -> None:

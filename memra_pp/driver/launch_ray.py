@@ -247,6 +247,8 @@ class RayStages:
             for stage in lost:
                 self._kill(stage)
             self._start(lost, FREED_S)
+        for stage in lost:
+            stage.spec = replace(stage.spec, node=_placed(stage).node)
 
     def _start(self, stages: Sequence[_Stage], patience_s: float) -> None:
         """Starts the actors of some stages, each in its bundle."""
@@ -258,7 +260,7 @@ class RayStages:
             stage.actor = actor_class.options(**self._placement.options(stage.spec.stage)).remote(self._key)
         places = self._results([stage.actor.where.remote() for stage in stages], START_S)
         for stage, place in zip(stages, places, strict=True):
-            stage.place, stage.spec = place, replace(stage.spec, node=place.node)
+            stage.place = place
 
     def _load(self, stages: Sequence[_Stage]) -> None:
         if not stages:

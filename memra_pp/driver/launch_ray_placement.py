@@ -73,10 +73,11 @@ class Placement:
         members = {name: [s for s, device in enumerate(self._devices) if device == name] for name in self._stages}
         first = {name: places[stages[0]] for name, stages in members.items()}
         by_place = sorted(members, key=lambda name: (nodes.index(first[name].node), _numbers(first[name].gpus)))
+        shape_of = {name: (len(stages), kind_of(name)) for name, stages in members.items()}
         order, bundles = list(range(len(places))), dict(self._bundle_of)
-        for shape in {tuple(self._bundle(name).items()) for name in members}:
-            alike = [name for name in members if tuple(self._bundle(name).items()) == shape]
-            for name, other in zip(alike, [name for name in by_place if name in alike], strict=True):
+        for shape in set(shape_of.values()):
+            alike, sorted_alike = ([name for name in names if shape_of[name] == shape] for names in (members, by_place))
+            for name, other in zip(alike, sorted_alike, strict=True):
                 bundles[name] = self._bundle_of[other]
                 for stage, taken in zip(members[name], members[other], strict=True):
                     order[stage] = taken

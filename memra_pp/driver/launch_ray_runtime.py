@@ -79,11 +79,8 @@ class Runtime:
         self._home = home = private_dir()
         self._environ = dict(os.environ)
         for name, value in {
-            "RAY_AUTH_TOKEN": secrets.token_hex(KEY_BYTES),
+            **ray_settings(home),
             ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0",
-            "RAY_worker_niceness": "0",
-            "RAY_USAGE_STATS_ENABLED": "0",
-            HOME: home,
         }.items():
             os.environ.setdefault(name, value)
         _forget_token()
@@ -113,6 +110,16 @@ class Runtime:
             wait_for_exit(started_in(self._home), STOP_S)  # Ray's agents end by themselves, some time after it
             remove_dir(self._home)
             self._home = None
+
+
+def ray_settings(home: str) -> dict[str, str]:
+    """The environment of a Ray that is started in a private directory: a token of its own, workers at normal priority."""
+    return {
+        "RAY_AUTH_TOKEN": secrets.token_hex(KEY_BYTES),
+        "RAY_worker_niceness": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        HOME: home,
+    }
 
 
 def _forget_token() -> None:

@@ -51,7 +51,7 @@ class StageSpec:
     def among(self, neighbours: int, cores: int, node: str) -> StageSpec:
         """This stage on a machine of so many cores, one of `neighbours` stages there."""
         share = neighbours if kind_of(self.device) == "cpu" else self.share
-        return replace(self, share=share, threads=self.threads or max(1, cores // neighbours), node=node)
+        return replace(self, share=share, threads=self.threads or threads_each(cores, neighbours), node=node)
 
     def __str__(self) -> str:
         return f"stage {self.stage} (layers {self.layers.start} to {self.layers.stop - 1})"
@@ -66,3 +66,8 @@ class StageSpec:
     def layout(self, shape: SessionShape) -> list[Allocation]:
         """Every buffer that a session allocates on this stage."""
         return stage_layout(self.cfg, self.fence, self.stage, shape.ctx, self.policy, **shape.states)
+
+
+def threads_each(cores: int, stages: int) -> int:
+    """The kernel threads of each of so many stages that share a machine's cores."""
+    return max(1, cores // stages)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 import socket
@@ -15,6 +14,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from memra_pp.driver.launch_ray_runtime import ray_settings
 
 START_S, END_S = 60.0, 20.0
 OBJECT_STORE_BYTES = 80 << 20
@@ -135,10 +136,8 @@ def ray_nodes() -> Iterator[Nodes]:
     assert not ray.is_initialized()
     home, before = tempfile.mkdtemp(prefix="ray-", dir="/tmp"), dict(os.environ)
     settings = {
+        **ray_settings(home),
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "RAY_worker_niceness": "0",
-        "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONPATH": str(Path(__file__).parents[2]),
         **QUICK,
     }

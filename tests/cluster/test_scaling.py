@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import MARK, marked
 
 from benchmarks._report import Report
 from cluster import scaling
@@ -22,22 +22,11 @@ from memra_pp.config import ModelConfig
 from memra_pp.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
-MARK = "MEMRA_SCALING_MARK"
 
 
 @pytest.fixture
 def llama(data: Path) -> Model:
     return Model.of(ModelConfig.from_hf(data / "configs" / "llama3_1-70b.json"), ctx=4096, batch=2)
-
-
-def marked(mark: str) -> list[int]:
-    """Processes that were started by one that had the mark."""
-    found = []
-    for proc in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if proc.name.isdigit() and f"{MARK}={mark}".encode() in (proc / "environ").read_bytes():
-                found.append(int(proc.name))
-    return found
 
 
 def test_what_fits_is_what_the_planner_says(llama: Model) -> None:

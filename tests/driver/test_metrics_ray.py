@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import time
@@ -17,10 +16,7 @@ import memra_pp
 from memra_pp.driver.metrics import METRICS, PIPELINE, Exporter
 from memra_pp.errors import AdmissionError
 
-pytestmark = [
-    pytest.mark.cluster,
-    pytest.mark.skipif(importlib.util.find_spec("opencensus") is None, reason="needs ray[default]"),
-]
+pytestmark = pytest.mark.cluster
 
 WAIT_S = 60.0
 GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,12 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from processes import MARK, alive, marked
 from test_exactness import long_run
 
 import memra_pp
 from memra_pp.errors import AdmissionError, ConfigError, StageError
-
-MARK = "MEMRA_TEST_MARK"
 
 
 @pytest.fixture(scope="module")
@@ -35,12 +33,6 @@ def cluster() -> Iterator[None]:
     yield
     runtime.release()
     assert not ray.is_initialized()
-
-
-def alive(pid: int) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    return False
 
 
 def pids(pipe: memra_pp.Pipeline) -> list[int]:
@@ -156,16 +148,6 @@ def test_more_stages_than_the_cluster_has_cpus(cluster: None, tiny: Path) -> Non
     with memra_pp.launch(tiny, stages=6), pytest.raises(ConfigError, match="CPU"):
         memra_pp.launch(tiny, stages=6)
     assert ray.is_initialized()
-
-
-def marked(mark: str) -> list[int]:
-    """Processes that inherited `MARK`."""
-    found = []
-    for proc in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if proc.name.isdigit() and f"{MARK}={mark}".encode() in (proc / "environ").read_bytes():
-                found.append(int(proc.name))
-    return [pid for pid in found if alive(pid)]
 
 
 def run_apart(code: str, tmp: Path, interrupt: bool = False) -> tuple[int, str]:

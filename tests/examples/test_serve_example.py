@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import MARK, marked
 
 import memra_pp
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "serve.py"
-MARK = "MEMRA_SERVE_MARK"
 BUDGET = 5_000_000
 LONG, TOO_LONG = 12_000, 16_000
 """Tokens of a session that fits the budget, but not twice, and of one that never does."""
@@ -108,19 +108,8 @@ def serving(model: Path, *options: str) -> Iterator[Running]:
                 process.kill()
             process.stdout.close()
     assert status == 0
-    awaited(lambda: living(mark, tmp) == [])
+    awaited(lambda: marked(mark, tmp) == [])
     shutil.rmtree(tmp)
-
-
-def living(mark: str, tmp: Path) -> list[int]:
-    """Processes that inherited `MARK`, or, where Ray has written a title over it, write to files in a directory."""
-    found = []
-    for proc in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            marked = proc.name.isdigit() and f"{MARK}={mark}\0".encode() in (proc / "environ").read_bytes()
-            if marked or (proc.name.isdigit() and os.readlink(proc / "fd" / "1").startswith(f"{tmp}/")):
-                found.append(int(proc.name))
-    return found
 
 
 def awaited(true: Callable[[], bool], within_s: float = 120.0) -> None:

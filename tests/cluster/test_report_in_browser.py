@@ -9,11 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
-from playwright.sync_api import Browser, BrowserContext, Page, sync_playwright
+
+if TYPE_CHECKING:  # whoever tests without a browser collects this module too
+    from playwright.sync_api import Browser, BrowserContext, Page
 
 pytestmark = pytest.mark.cluster
 
@@ -67,6 +68,8 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
     path = shutil.which("chromium")
     if path is None:
         pytest.fail("there is no chromium to show the page in: apt-get install chromium")
@@ -113,6 +116,8 @@ def test_the_scheme_decides_the_colours(show: Any) -> None:
 
 @pytest.mark.parametrize(("width", "scheme"), VIEWS)
 def test_it_is_accessible(show: Any, width: int, scheme: str) -> None:
+    from axe_playwright_python.sync_playwright import Axe
+
     page, *_ = show(width, scheme)
     page.locator("summary").click()
     found = Axe().run(page)

@@ -39,6 +39,10 @@ class Chain(ABC):
     `devices` what they run on, and `homes` the device of each, by index (see `pooled`).
     """
 
+    most_losses = 3
+    """A step that is on its way when this many stages are lost in a row may be what they die of. It goes by itself the last
+    time, and if a stage is lost then too, it is."""
+
     def __init__(self, specs: Sequence[StageSpec], devices: Sequence[Device], homes: Sequence[int]) -> None:
         self.specs, self.devices, self.homes = tuple(specs), tuple(devices), tuple(homes)
         self.stages = len(homes)

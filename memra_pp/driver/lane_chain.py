@@ -32,6 +32,7 @@ STATS_S = 10.0
 AUTOPSY_S = 3.0
 """How long a broken chain waits to learn which stage broke it."""
 WINDOW_S = 300.0
+MOST_LOSSES = 8
 
 
 class Ends(NamedTuple):
@@ -48,6 +49,12 @@ class Recovery:
 
     most: int = 0
     silence_s: float = DEATH_S
+
+    @property
+    def losses_a_step(self) -> int:
+        """For `Chain.most_losses`: one step may cost half of the recoveries, within bounds. Who allows many expects stages to
+        be lost for reasons of their own."""
+        return min(max(Chain.most_losses, self.most // 2), MOST_LOSSES)
 
 
 Rewire: TypeAlias = Callable[[int, Collection[int], Callable[[], bool]], tuple[Ends, str]]
@@ -75,6 +82,7 @@ class LaneChain(Chain):
         super().__init__(specs, devices, homes)
         self._autopsy, self._on_close = autopsy, on_close
         self._recovery, self._rewire = recovery or Recovery(), rewire
+        self.most_losses = self._recovery.losses_a_step
         self._recovered: deque[float] = deque()
         self._last: dict[str, Any] | None = None
         self._failure: StageError | None = None

@@ -24,10 +24,6 @@ if TYPE_CHECKING:
 MAX_TAP_BYTES = MAX_BODY_BYTES // 4
 """Taps that one frame carries, beside rows and answers."""
 
-MOST_LOSSES = 3
-"""A step that is on its way when this many stages are lost in a row may be what they die of. It goes by itself the last time,
-and if a stage is lost then too, it is."""
-
 NO_ANSWER = np.empty(0, np.float32)
 
 log = logging.getLogger(__name__)
@@ -116,7 +112,7 @@ class Steps:
         """
         sent, answers = self._sent, NO_ANSWER
         at, final, faulted = 0, False, False
-        losses, lost_at = 0, 0
+        losses, lost_at, most_losses = 0, 0, self._pipe.chain.most_losses
         try:
             while sent or not final:
                 if self._cancelled is not None:
@@ -124,7 +120,7 @@ class Steps:
                 if not sent:
                     self._follow()
                 if not final and len(sent) < self._pipe.chain.overlap:
-                    alone = faulted or losses + 1 >= MOST_LOSSES
+                    alone = faulted or losses + 1 >= most_losses
                     part = tokens[at : at + self._pipe.scheduler.piece_rows(len(tokens) - at)] if split else tokens
                     final = at + len(part) == len(tokens)
                     self._begin(part, at, taps, asked if final else {}, prefill=split, alone=alone)
@@ -140,7 +136,7 @@ class Steps:
                     continue
                 if isinstance(reply, Rewired):
                     losses, lost_at = losses + 1, first.at
-                    if losses >= MOST_LOSSES and reply.by_itself:
+                    if losses >= most_losses and reply.by_itself:
                         raise StageError(
                             f"{self}: {losses} stages in a row were lost at this step, the last at no other: close it"
                         )

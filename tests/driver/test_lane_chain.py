@@ -264,3 +264,8 @@ def test_closing_the_chain_ends_a_step_that_waits(stages, pool, monkeypatch):
     stages.scheduler.close()
     with pytest.raises(StageError, match="closed"):
         blocked.result(WAIT_S)
+
+
+@pytest.mark.parametrize(("most", "losses"), [(0, 3), (3, 3), (7, 3), (8, 4), (10, 5), (16, 8), (1 << 20, 8)])
+def test_one_step_may_cost_half_of_the_recoveries_within_bounds(most: int, losses: int) -> None:
+    assert Recovery(most).losses_a_step == losses

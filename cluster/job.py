@@ -6,6 +6,9 @@ A prompt is a line of text, or of JSON: `{"id": ..., "prompt": "a text", "max_ne
 place of a text. An answer is a line of JSON: the `id` (that of the prompt's line, if it had none) and `tokens`, and the `text`
 if the prompt was one, or an `error`. It is on the disk before the next prompt is taken up: a job that is submitted again goes
 on behind what is answered. Out of a queue, `prompts: queue:NAME`, come the same objects, until None.
+
+A file is read through before anything is loaded, and a line of it that is no prompt is an error of the job, which does not
+begin. What comes out of a queue and is no prompt is answered with an `error`, and the job goes on.
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from typing import Any
 from job_file import QUEUE, Job, read_job
 from job_prompts import Log, Prompt, file_prompts, queue_prompts
 
-from memra_pp import aio
-from memra_pp.errors import AdmissionError, InputError, MemraError
+from memra_pp import ModelConfig, aio
+from memra_pp.driver.model_drafter import ModelDrafter
+from memra_pp.errors import AdmissionError, ConfigError, InputError, MemraError, StageError
+from memra_pp.models import load_tokenizer
 
 OPEN_S = 86400.0
 SAY_S = 10.0
@@ -54,7 +59,8 @@ class Run:
 
     async def _work(self) -> None:
         while (prompt := await self._next()) is not None:
-            self._answers.add({"id": prompt.id, **await self._answer(prompt)})
+            answer = await self._answer(prompt)
+            await asyncio.to_thread(self._answers.add, {"id": prompt.id, **answer})
             self.answered += 1
 
     async def _next(self) -> Prompt | None:
@@ -66,13 +72,19 @@ class Run:
 
     async def _answer(self, prompt: Prompt) -> dict[str, Any]:
         """The answer, or why this prompt can have none."""
-        tokenizer = self._pipe.tokenizer if isinstance(prompt.prompt, str) else None
-        ask = self._pipe.sync.ask(prompt.max_new_tokens or self._job.max_new_tokens, self._job.sampling, self._job.draft)
+        if prompt.problem:
+            return {"error": prompt.problem}
         try:
+            tokenizer = self._pipe.tokenizer if isinstance(prompt.prompt, str) else None
+            ask = self._pipe.sync.ask(prompt.max_new_tokens or self._job.max_new_tokens, self._job.sampling, self._job.draft)
             ids = prompt.prompt if tokenizer is None else tokenizer.encode(prompt.prompt)
             async with self._pipe.open(ids, timeout=OPEN_S, **ask.options()) as session:
                 tokens = [token async for token in session.generate(*ask)]
-        except (InputError, AdmissionError) as error:
+        except (ConfigError, InputError, AdmissionError) as error:
+            return {"error": str(error)}
+        except StageError as error:
+            if self._pipe.health()["state"] in ("failed", "closed"):
+                raise
             return {"error": str(error)}
         self.tokens += len(tokens)
         return {"tokens": tokens} | ({} if tokenizer is None else {"text": tokenizer.decode(tokens)})
@@ -83,11 +95,28 @@ class Run:
             print(self, flush=True)
 
 
+def check(job: Job) -> None:
+    """What can be known before any weight is loaded: the model, the one that drafts, each prompt of a file, and a tokenizer
+    for its texts.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
+    cfg = ModelConfig.from_path(job.model)
+    if job.draft is not None and job.draft.by != "ngram":
+        ModelDrafter.check(ModelConfig.from_path(job.draft.by), cfg.n_vocab)
+    if not job.prompts.startswith(QUEUE):
+        kinds = {type(prompt.prompt) for prompt in file_prompts(Path(job.prompts))}
+        if str in kinds:
+            load_tokenizer(job.model)
+
+
 async def run(job: Job) -> None:
     """Runs a job to its end, or until this task is cancelled; nothing is left running."""
     ending = asyncio.current_task()
     if ending is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ending.cancel)
+    await asyncio.to_thread(check, job)
     answers = Log(job.answers)
     queued = job.prompts.startswith(QUEUE)
     taken = Log(job.answers.with_name(f"{job.answers.name}.taken")) if queued else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,11 +21,12 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class Prompt:
-    """Something to continue: a text, or token ids."""
+    """Something to continue: a text, or token ids. `problem` says why it cannot be, if it cannot."""
 
     id: str
     prompt: str | list[int]
     max_new_tokens: int | None = None
+    problem: str = ""
 
 
 class Log:
@@ -35,6 +37,7 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self.lines: list[dict[str, Any]] = []
+        self._lock = threading.Lock()
         try:
             self._file: BinaryIO = path.open("a+b", buffering=0)
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -52,13 +55,16 @@ class Log:
         self._file.truncate(end)
 
     def add(self, line: dict[str, Any]) -> None:
-        """Adds a line."""
-        self._file.write(json.dumps(line).encode() + b"\n")
-        os.fsync(self._file.fileno())
+        """Adds a line, from any thread; returns when it is on the disk."""
+        text = json.dumps(line).encode() + b"\n"
+        with self._lock:
+            self._file.write(text)
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Lets others have it."""
-        self._file.close()
+        with self._lock:
+            self._file.close()
 
 
 def file_prompts(path: Path) -> Iterator[Prompt]:
@@ -90,10 +96,8 @@ def file_prompts(path: Path) -> Iterator[Prompt]:
 
 def queue_prompts(name: str, taken: Log) -> Iterator[Prompt | None]:
     """The prompts of a queue of the cluster, until None comes out of it; first what an earlier job took and wrote to `taken`.
-    None of this iterator says that there is none at the moment.
-
-    Raises:
-        ConfigError: something that came out is no prompt.
+    None of this iterator says that there is none at the moment. What is no prompt comes with its `problem`: who puts nonsense
+    in a queue does not end a job that serves others.
     """
     from ray.util.queue import Empty, Queue
 
@@ -101,7 +105,7 @@ def queue_prompts(name: str, taken: Log) -> Iterator[Prompt | None]:
     queue, count = Queue(actor_options=options), 0
     for item in taken.lines:
         count += 1
-        yield _prompt(item, count, f"queue {name}")
+        yield _queued(item, count, name)
     while True:
         try:
             item = queue.get(timeout=POLL_S)
@@ -111,9 +115,22 @@ def queue_prompts(name: str, taken: Log) -> Iterator[Prompt | None]:
         if item is None:
             return
         count += 1
-        prompt = _prompt(item, count, f"queue {name}")
-        taken.add(item)
+        prompt = _queued(item, count, name)
+        taken.add({"id": prompt.id, "problem": prompt.problem} if prompt.problem else item)
         yield prompt
+
+
+def _queued(item: Any, number: int, name: str) -> Prompt:
+    """An item of a queue, of any process and so of any type, or of the log of those that were taken."""
+    fallback = str(item.get("id", number)) if isinstance(item, dict) else str(number)
+    if isinstance(item, dict) and "problem" in item:
+        return Prompt(fallback, "", problem=str(item["problem"]))
+    try:
+        prompt = _prompt(item, number, f"queue {name}, prompt {number}")
+        json.dumps(item)
+        return prompt
+    except (ConfigError, TypeError, ValueError) as error:
+        return Prompt(fallback, "", problem=str(error))
 
 
 def _prompt(item: Any, number: int, where: str) -> Prompt:

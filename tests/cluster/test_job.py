@@ -20,6 +20,7 @@ import memra_pp
 JOB = Path(__file__).parents[2] / "cluster" / "job.py"
 NEW, PROMPTS = 24, 12
 SUBMIT_S = 240.0
+ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 
 pytestmark = pytest.mark.cluster
 
@@ -90,12 +91,17 @@ def test_a_job_that_is_wrong_fails_with_its_line(head: tuple[Nodes, str], hybrid
 def test_a_job_that_is_ended_goes_on_when_it_is_submitted_again(
     head: tuple[Nodes, str], hybrid: Path, tmp_path: Path, alone: dict[str, list[int]], how: str
 ) -> None:
+    from ray.job_submission import JobSubmissionClient
+
+    client = JobSubmissionClient(head[1])  # what `ray job stop` asks, without the seconds in which that starts
     answers = write_job(tmp_path, hybrid, concurrency=1)
     assert submit(head, tmp_path, "--no-wait", f"--submission-id=ends-by-{how}").returncode == 0
     while not answers.exists() or answers.read_bytes().count(b"\n") < 2:
         os.sched_yield()
     if how == "stop":
-        assert ray_job(head, "stop", f"ends-by-{how}").returncode == 0
+        assert client.stop_job(f"ends-by-{how}")
+        while client.get_job_status(f"ends-by-{how}") not in ENDED:
+            os.sched_yield()
     else:
         os.kill(writer_of(answers), signal.SIGKILL)
         answers.write_bytes(answers.read_bytes()[:-5])

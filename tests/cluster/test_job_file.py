@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from cluster.job_file import FIELDS, read_job
-from cluster.job_prompts import Log, Prompt, file_prompts
+from cluster.job_file import FIELDS, Job, read_job
+from cluster.job_prompts import Log, Prompt, file_prompts, queue_prompts
 from memra_pp import Draft, SamplingParams
 from memra_pp.cache import KvPolicy
 from memra_pp.driver.launch import launch
@@ -152,3 +156,46 @@ def test_a_log_drops_a_torn_line_and_goes_on(tmp_path: Path) -> None:
         Log(path)
     with pytest.raises(ConfigError, match="cannot be written"):
         Log(tmp_path / "no" / "dir")
+
+
+def reading(model: Path, folder: Path, prompts: str, **more: Any) -> Job:
+    (folder / "prompts").write_text(prompts)
+    return Job(str(model), str(folder / "prompts"), folder / "answers", **more)
+
+
+def test_all_that_can_be_known_is_checked_before_a_job_loads_anything(
+    monkeypatch: pytest.MonkeyPatch, hybrid: Path, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "cluster")
+    check = importlib.import_module("job").check
+    check(reading(hybrid, tmp_path, '{"tokens": [1]}\n'))
+    with pytest.raises(ConfigError, match="prompts:2 is no JSON"):
+        check(reading(hybrid, tmp_path, '{"tokens": [1]}\n{\n'))
+    with pytest.raises(ConfigError, match="no tokenizer found"):
+        check(reading(hybrid, tmp_path, '{"tokens": [1]}\na text\n'))
+    with pytest.raises(ConfigError, match="/no/such/model"):
+        check(reading(hybrid, tmp_path, '{"tokens": [1]}\n', draft=Draft(k=2, by="/no/such/model")))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        check(Job(str(hybrid), str(tmp_path / "none"), tmp_path / "answers"))
+
+
+def test_what_is_no_prompt_of_a_queue_is_told_and_keeps_its_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    items = deque(
+        [{"tokens": [5]}, "text", {"tokens": {5}}, {"prompt": "a", "more": object()}, {"id": "x"}, {"prompt": "b"}, None]
+    )
+    monkeypatch.setattr("ray.util.queue.Queue", lambda **_: SimpleNamespace(get=lambda timeout: items.popleft()))
+    log = Log(tmp_path / "taken")
+    found = [prompt for prompt in queue_prompts("asked", log) if prompt]
+    log.close()
+    assert [(prompt.id, bool(prompt.problem)) for prompt in found] == [
+        ("1", False),
+        ("2", True),
+        ("3", True),
+        ("4", True),
+        ("x", True),
+        ("6", False),
+    ]
+    items.append(None)
+    again = Log(tmp_path / "taken")
+    assert [prompt for prompt in queue_prompts("asked", again) if prompt] == found
+    again.close()

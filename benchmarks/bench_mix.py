@@ -50,8 +50,8 @@ class Decoding:
             await self._came.wait_for(lambda: all(len(t) >= n for t, n in zip(self.times, wanted, strict=True)))
 
     def gaps(self, start: float, end: float) -> list[float]:
-        """Seconds between tokens, of those gaps that begin and end within the time given."""
-        return [b - a for taken in self.times for a, b in pairwise(taken) if start <= a and b <= end]
+        """Seconds between tokens, of those gaps that have some of the time given in them."""
+        return [b - a for taken in self.times for a, b in pairwise(taken) if a < end and start < b]
 
 
 @asynccontextmanager

@@ -33,9 +33,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
+from starlette.exceptions import HTTPException
 
 import memra_pp
+from memra_pp.cli.options import cuts
+from memra_pp.driver.cut import fence_for
+from memra_pp.driver.launch import model_path
 from memra_pp.errors import AdmissionError, InputError, MemraError, StageError
+from memra_pp.models import load_tokenizer, stage_model_for
 
 Ids = Annotated[list[int], Field(min_length=1)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
@@ -103,9 +108,18 @@ def misread(request: Request, error: RequestValidationError) -> JSONResponse:
     """Which value was wrong, and what is allowed."""
     where, given = error.errors()[0]["loc"][:2], error.body
     if len(where) < 2 or not isinstance(given, dict):
-        return refusal(400, f"the body is not a JSON object: {error.errors()[0]['msg']}")
+        kind = request.headers.get("content-type", "none")
+        hint = "" if kind.startswith("application/json") else f"; its Content-Type is {kind:.80}, not application/json"
+        return refusal(400, f"the body is not a JSON object: {error.errors()[0]['msg']}{hint}")
     allowed = "; or: ".join(dict.fromkeys(e["msg"] for e in error.errors() if e["loc"][:2] == where))
     return refusal(400, f"{where[1]}={given.get(where[1])!r:.80}: {allowed}. Known are {', '.join(Ask.model_fields)}")
+
+
+@app.exception_handler(HTTPException)
+def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
+    """No such path, or no such method of it."""
+    said = f"{request.method} {request.url.path:.80}: {error.detail}. This server has POST /v1/completions, and GET "
+    return refusal(error.status_code, f"{said}/v1/models, /health and /stats", "unknown_url")
 
 
 class Piece(NamedTuple):
@@ -276,8 +290,8 @@ class Server:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="An OpenAI-compatible server over a pipeline of stages.")
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file, or a directory with its tokenizer.model")
-    parser.add_argument("--stages", type=int, default=1, help="how many stages to cut it into, evenly")
-    parser.add_argument("--cuts", help="or the first layer of each stage after the first, such as 5,11")
+    parser.add_argument("--stages", type=int, help="how many stages to cut it into, evenly (default: 1)")
+    parser.add_argument("--cuts", type=cuts, help="or the first layer of each stage after the first, such as 5,11")
     parser.add_argument("--max-ctx", type=int, help="longest context of a session, in tokens")
     parser.add_argument("--budget", type=int, help="bytes that a stage's caches may take")
     parser.add_argument("--wait", type=float, default=10.0, help="seconds that a request may wait for bytes")
@@ -287,13 +301,22 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def check(args: argparse.Namespace) -> int:
+    """The number of stages. A model that cannot be run, cut so or served as text is refused before anything is started."""
+    cfg = memra_pp.ModelConfig.from_path(args.model)
+    fence = fence_for(cfg, args.stages, args.cuts)
+    stage_model_for(cfg)
+    load_tokenizer(args.model)
+    return len(fence) - 1
+
+
 def main() -> None:
     args = options()
-    model = args.model.resolve()
-    memra_pp.ModelConfig.from_path(model)  # a model that cannot be used is refused before anything is started
-    cuts = [int(cut) for cut in args.cuts.split(",")] if args.cuts else None
-    stages = len(cuts) + 1 if cuts else args.stages
-    launch = {"model": model, "cuts": cuts, "stages": None if cuts else stages}
+    try:
+        model, stages = model_path(args.model), check(args)
+    except MemraError as error:
+        sys.exit(f"serve: error: {error}")
+    launch = {"model": model, "cuts": args.cuts, "stages": stages}
     launch |= {"max_ctx": args.max_ctx, "budget_bytes": args.budget}
     name = model.name.removesuffix(".gguf")
     ray.init("local", num_cpus=max(stages + 1, os.cpu_count() or 1), include_dashboard=False)

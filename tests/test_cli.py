@@ -172,6 +172,9 @@ def test_bad_options_are_one_line(gemma: Path, args: list[str], says: str) -> No
 def test_bad_prompts_are_one_line(gemma: Path) -> None:
     assert "empty" in error_of("run", str(gemma), "--prompt", "")
     assert "UTF-8" in error_of("run", str(gemma), "--prompt", b"caf\xe9")
+    assert "--tokens" in error_of("run", str(gemma), "--prompt", "x", "--tokens", "1")
+    assert "'1,a': token ids" in error_of("run", str(gemma), "--tokens", "1,a")
+    assert "no token -1" in error_of("run", str(gemma), "--tokens=-1")
 
 
 def test_bad_formats_in_the_environment_are_one_line(gemma: Path) -> None:
@@ -247,3 +250,19 @@ def test_export_and_import_refuse_in_one_line(gemma: Path, tiny: Path, tmp_path:
     assert "--out" in error_of("export", str(gemma), "--prompt", "x", "--out", str(tmp_path / "no folder" / "x"))
     assert "no file of a session" in error_of("import", str(tiny / "config.json"), str(gemma), "--backend", "local")
     assert "cannot be read" in error_of("import", str(tmp_path / "none"), str(gemma), "--backend", "local")
+
+
+def test_a_model_without_a_tokenizer_is_given_ids_and_answers_with_ids(hybrid: Path, tmp_path: Path) -> None:
+    assert "no tokenizer found" in (said := error_of("run", str(hybrid), "--prompt", "x")) and "(--tokens)" in said
+    file, options = str(tmp_path / "s.mpp"), ("--max-new", "3", "--backend", "local")
+    whole = run("run", str(hybrid), "--tokens", "5,6,7", "--max-new", "6", "--backend", "local", "--json")
+    tokens = json.loads(whole.stdout)["tokens"]
+    begun = run("export", str(hybrid), "--tokens", "5,6,7", "--out", file, *options)
+    ended = run("import", file, str(hybrid), "--ids", *options)
+    assert begun.stdout.splitlines()[0] == " ".join(map(str, [5, 6, 7, *tokens[:3]]))
+    assert ended.stdout.splitlines()[0].split() == [*map(str, tokens[3:])]
+
+
+def test_a_model_without_a_forward_is_told_before_its_tokenizer_is_missed(data: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((data / "configs" / "llama3_1-70b.json").read_bytes())
+    assert "no reference forward for llama" in error_of("run", str(tmp_path), "--prompt", "x")

@@ -83,6 +83,13 @@ def test_the_object_is_the_plan(configs, answer):
     assert (report["given"], report["sessions_asked"], report["mtp_layers"]) == (None, None, 1)
 
 
+def test_a_plan_says_whether_there_is_a_forward_to_run_it_with(configs, say, answer):
+    for name, runs in (("qwen3_5-27b", True), ("llama3_1-70b", False)):
+        options = (configs / f"{name}.json", "--devices", "8x80GiB", "--ctx", "8k")
+        assert ("there is no reference forward for it" in say(*options)) is not runs
+        assert answer(*options)["reference_forward"] is runs
+
+
 def test_the_table_shows_both_cuts_their_stages_and_what_binds(configs, say, answer):
     text, report = say(configs / "qwen3_5-27b.json", *QWEN), answer(configs / "qwen3_5-27b.json", *QWEN)
     even, best = report["even"], report["best"]

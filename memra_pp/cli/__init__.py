@@ -14,7 +14,7 @@ from ..admission.shape import slack_rows
 from ..cache.formats import K_CHOICES, V_CHOICES
 from ..errors import MemraError
 from .demo import demo_weights
-from .options import count, cuts, lengths, positive, seconds, size, sizes, weights
+from .options import count, cuts, ids, lengths, positive, seconds, size, sizes, weights
 
 __all__ = ["demo_weights", "main"]
 
@@ -60,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="continue a text, and report on every stage")
     run.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    run.add_argument("--prompt", required=True, help="the text to continue")
+    _add_prompt(run)
     _add_max_new(run)
     _add_launch(run)
     run.add_argument("--speculate", type=count, default=0, metavar="K", help="most drafts a round (default: 0, none)")
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
     export = commands.add_parser("export", help="continue a text, and write the session to a file that import goes on from")
     export.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
-    export.add_argument("--prompt", required=True, help="the text to continue")
+    _add_prompt(export)
     export.add_argument("--out", required=True, metavar="FILE", help="the file to write")
     export.add_argument("--room", type=count, default=256, metavar="N", help="tokens that may follow later (default: 256)")
     _add_max_new(export)
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     imported = commands.add_parser("import", help="continue the text of an exported session, with stages cut anywhere")
     imported.add_argument("file", metavar="FILE", help="what export has written")
     imported.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
+    imported.add_argument("--ids", action="store_true", help="show token ids: no tokenizer is needed")
     _add_max_new(imported)
     _add_launch(imported)
     imported.set_defaults(run=_import)
@@ -149,6 +150,12 @@ def _add_launch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="kernel threads a stage (default: the cores shared out)")
     _add_formats(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text and tables")
+
+
+def _add_prompt(parser: argparse.ArgumentParser) -> None:
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--prompt", help="the text to continue")
+    given.add_argument("--tokens", type=ids, help="or its token ids, such as 2,105,9; what follows is shown as ids too")
 
 
 def _add_max_new(parser: argparse.ArgumentParser) -> None:

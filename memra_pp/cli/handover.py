@@ -11,20 +11,20 @@ from typing import Any
 from ..driver.sampling import SamplingParams
 from ..driver.session import Session
 from ..models import load_tokenizer
-from ..models.tokenizer import Tokenizer
 from .demo import demo_weights
-from .run import emit, encoded, launched, require_writable
+from .run import emit, launched, require_writable
+from .words import Decoder, decoding, read_words
 
 
 def export(args: argparse.Namespace) -> None:
     """Continues a text, and writes the session to a file."""
     model = demo_weights() if args.model is None else Path(args.model)
     require_writable(Path(args.out), "--out")
-    ids, tokenizer = encoded(model, args)
+    words = read_words(model, args)
     with launched(model, args) as (pipe, _):
-        emit(args.prompt, args.json)
-        with pipe.open(ids, max_new_tokens=args.max_new + args.room) as session:
-            report = _continued(session, tokenizer, args)
+        emit(words.shown, args.json)
+        with pipe.open(words.ids, max_new_tokens=args.max_new + args.room) as session:
+            report = _continued(session, words.decoder, words.greedy, args)
             session.export(args.out)
     size = os.path.getsize(args.out)
     _say(report | {"file": args.out, "bytes": size}, f"{args.out}: {report['rows']} rows, {size:,} bytes", args)
@@ -33,21 +33,20 @@ def export(args: argparse.Namespace) -> None:
 def import_(args: argparse.Namespace) -> None:
     """Continues the text of an exported session."""
     model = demo_weights() if args.model is None else Path(args.model)
-    tokenizer = load_tokenizer(model)
+    decoder, greedy = decoding(None if args.ids else load_tokenizer(model))
     with launched(model, args) as (pipe, _), pipe.import_session(args.file) as session:
-        report = _continued(session, tokenizer, args)
+        report = _continued(session, decoder, greedy, args)
     _say(report, f"{len(report['tokens'])} tokens, {report['rows']} rows", args)
 
 
-def _continued(session: Session, tokenizer: Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
+def _continued(session: Session, decoder: Decoder, greedy: SamplingParams, args: argparse.Namespace) -> dict[str, Any]:
     """Streams what follows, greedily."""
-    stream, text, tokens = tokenizer.stream(), "", []
-    greedy = SamplingParams(temperature=0, eos_ids=tuple(tokenizer.eos_ids))
+    text, tokens = "", []
     try:
         for token in session.generate(args.max_new, greedy):
             tokens.append(token)
-            text += emit(stream.push(token), args.json)
-        text += emit(stream.flush(), args.json)
+            text += emit(decoder.push(token), args.json)
+        text += emit(decoder.flush(), args.json)
     finally:
         emit("\n", args.json)
     return {"text": text, "tokens": tokens, "rows": session.pos}

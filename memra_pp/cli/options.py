@@ -69,10 +69,19 @@ def seconds(text: str) -> float:
 
 def cuts(text: str) -> list[int]:
     """Layers separated by commas."""
+    return _integers(text, "layers separated by commas, such as 6,12")
+
+
+def ids(text: str) -> list[int]:
+    """Token ids separated by commas."""
+    return _integers(text, "token ids separated by commas, such as 2,105,9")
+
+
+def _integers(text: str, wanted: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text[:40]!r}: layers separated by commas, such as 6,12") from None
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: {wanted}") from None
 
 
 def size(text: str) -> int:

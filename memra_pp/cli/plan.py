@@ -10,7 +10,7 @@ from typing import Any
 from .. import admission
 from ..admission import CutPlan, Plan
 from ..admission.planner import RESERVE_BYTES
-from ..config import ModelConfig, WeightBytes, read_weight_bytes
+from ..config import ModelConfig, WeightBytes, has_reference_forward, read_weight_bytes
 from ..config.fence import fence_from_cuts
 from ..errors import ConfigError
 from .advice import Advice, advice
@@ -53,6 +53,7 @@ def plan_json(plan: Plan, helps: Advice) -> dict[str, Any]:
     return {
         "model": setup.cfg.arch,
         "layers": setup.cfg.n_layer,
+        "reference_forward": has_reference_forward(setup.cfg),
         "mtp_layers": setup.cfg.n_layer - setup.cfg.n_trunk,
         "session": asdict(setup.shape),
         "policy": asdict(setup.policy),

@@ -9,7 +9,7 @@ from textwrap import fill
 
 from ..admission import CutPlan, Plan, StagePlan
 from ..admission.shape import slack_rows
-from ..config import KvPlan
+from ..config import KvPlan, has_reference_forward
 from .advice import Advice, Alternative, lacks, open_doors
 from .options import spelled, spelled_devices
 from .table import beside, columns, human
@@ -64,6 +64,8 @@ def _question(plan: Plan) -> str:
         f"K/V {_formats(plan)}; rings {_rings(plan)}",
         f"{'~ weights ' if weights.estimated else 'weights: '}{weights.source}{tied}",
     ]
+    if not has_reference_forward(cfg):
+        lines.append("to run it, launch with a StageModel of your own: there is no reference forward for it")
     return "\n".join(map(_wrapped, lines))
 
 

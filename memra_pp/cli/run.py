@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig
-from ..driver.cut import fence_for
 from ..driver.drafters import Draft
 from ..driver.launch import launch, model_path
 from ..driver.model_drafter import ModelDrafter
 from ..driver.pipeline import Pipeline
-from ..driver.sampling import SamplingParams
-from ..driver.tokens import checked_prompt
 from ..errors import InputError
-from ..models import load_tokenizer
-from ..models.tokenizer import Tokenizer
 from .demo import demo_weights
 from .options import policy
 from .progress import Bar
 from .table import columns
+from .words import Words, read_words
 
 
 def run(args: argparse.Namespace) -> None:
@@ -32,10 +28,10 @@ def run(args: argparse.Namespace) -> None:
     if args.trace is not None:
         require_writable(Path(args.trace), "--trace")
     model = demo_weights() if args.model is None else Path(args.model)
-    ids, tokenizer = encoded(model, args)
+    words = read_words(model, args)
     draft = _draft(args, model)
     with launched(model, args) as (pipe, loaded):
-        report, trace = _generate(pipe, tokenizer, ids, draft, args)
+        report, trace = _generate(pipe, words, draft, args)
     report["load_s"] = loaded
     if trace is not None:
         report["hops"] = trace["otherData"]["hops"]
@@ -70,31 +66,29 @@ def launched(model: Path, args: argparse.Namespace) -> Iterator[tuple[Pipeline, 
 
 
 def _generate(
-    pipe: Pipeline, tokenizer: Tokenizer, ids: list[int], draft: Draft | None, args: argparse.Namespace
+    pipe: Pipeline, words: Words, draft: Draft | None, args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Streams the text (unless `--json`); the report, taken while the session is open, and the trace if one was asked for."""
-    stream, text, tokens = tokenizer.stream(), "", []
-    greedy = SamplingParams(temperature=0, eos_ids=tuple(tokenizer.eos_ids))
-    if not args.json:
-        print(args.prompt, end="", flush=True)
+    text, tokens = "", []
+    emit(words.shown, args.json)
     if args.trace is not None:
         pipe.trace_start()
     times = [time.perf_counter()]
     try:
-        with pipe.open(ids, max_new_tokens=args.max_new, speculate=args.speculate) as session:
+        with pipe.open(words.ids, max_new_tokens=args.max_new, speculate=args.speculate) as session:
             opened = pipe.stats()["traversals"]
-            for token in session.generate(args.max_new, greedy, draft):
+            for token in session.generate(args.max_new, words.greedy, draft):
                 times.append(time.perf_counter())
                 tokens.append(token)
-                text += emit(stream.push(token), args.json)
-            text += emit(stream.flush(), args.json)
+                text += emit(words.decoder.push(token), args.json)
+            text += emit(words.decoder.flush(), args.json)
             stats = pipe.stats()
             trace = None if args.trace is None else pipe.trace()
     finally:
         emit("\n", args.json)
     report = {
         "text": text,
-        "prompt_tokens": len(ids),
+        "prompt_tokens": len(words.ids),
         "tokens": tokens,
         "first_token_s": times[1] - times[0] if tokens else None,
         "tokens_per_s": (len(tokens) - 1) / (times[-1] - times[1]) if len(tokens) > 1 else None,
@@ -156,17 +150,6 @@ def _summary(report: dict[str, Any]) -> str:
         parts.append(f"{report['rounds']} rounds, {report['drafted']} drafted, {report['accepted']} accepted")
         parts.append(f"{report['traversals']} traversals, {count / report['traversals']:.2f} tokens each")
     return ", ".join([*parts, f"K/V {', '.join(report['kv'])}", f"loaded in {report['load_s']:.1f} s"])
-
-
-def encoded(model: Path, args: argparse.Namespace) -> tuple[list[int], Tokenizer]:
-    """The prompt's ids. It, the model and the cuts are checked before anything is started."""
-    if not args.prompt:
-        raise InputError("the prompt is empty: give --prompt some text")
-    cfg = ModelConfig.from_path(model_path(model))
-    fence_for(cfg, args.stages, args.cuts)
-    tokenizer = load_tokenizer(model)
-    ids = tokenizer.encode(args.prompt)
-    return checked_prompt(ids, cfg.n_vocab, cfg.max_ctx if args.max_ctx is None else args.max_ctx), tokenizer
 
 
 def require_writable(path: Path, option: str) -> None:

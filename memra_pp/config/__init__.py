@@ -1,6 +1,7 @@
 """Model configs: per-layer plans, read from Hugging Face configs and GGUF metadata, and the fences that cut them."""
 
 from .fence import Fence, check_fence, even_fence, fence_from_cuts, fence_from_env, stage_layers
+from .forwards import has_reference_forward
 from .model import KvPlan, LayerPlan, ModelConfig, RecurrentPlan, SharedKvPlan
 from .weight_bytes import WeightBytes, estimate_weight_bytes, read_weight_bytes
 
@@ -17,6 +18,7 @@ __all__ = [
     "even_fence",
     "fence_from_cuts",
     "fence_from_env",
+    "has_reference_forward",
     "read_weight_bytes",
     "stage_layers",
 ]

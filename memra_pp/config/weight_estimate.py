@@ -184,7 +184,7 @@ def _dense(f: Fields, plan: LayerPlan, il: int) -> Tensors:
 
 def _moe(f: Fields, plan: LayerPlan, il: int) -> Tensors:
     """Experts (`Qwen3MoeSparseMoeBlock`), or a dense MLP."""
-    if not _is_sparse(f, il):
+    if not is_sparse(f, il):
         yield from _dense(f, plan, il)
         return
     count = f.count("num_experts")
@@ -195,12 +195,13 @@ def _moe(f: Fields, plan: LayerPlan, il: int) -> Tensors:
 def _shared_moe(f: Fields, plan: LayerPlan, il: int) -> Tensors:
     """The same with one expert that is always asked (`Qwen3NextSparseMoeBlock`)."""
     yield from _moe(f, plan, il)
-    if _is_sparse(f, il):
+    if is_sparse(f, il):
         yield from _gated_mlp(f, "mlp.shared_expert", f.count("shared_expert_intermediate_size"))
         yield Tensor("mlp.shared_expert_gate.weight", 1, f.count("hidden_size"))
 
 
-def _is_sparse(f: Fields, il: int) -> bool:
+def is_sparse(f: Fields, il: int) -> bool:
+    """Whether a Qwen layer is a mixture of experts: it is not in `mlp_only_layers`, and a `decoder_sparse_step`-th."""
     dense = f.raw.get("mlp_only_layers") or ()
     if not isinstance(dense, (list, tuple)):
         raise f.bad("mlp_only_layers", "a list of layers")

@@ -118,7 +118,7 @@ def launch(
     fence = fence_for(cfg, stages, cuts) if balance == "even" or stages is None else nearest_even_fence(cfg, stages)
     n = len(fence) - 1
     names, budgets = _device_names(devices, n), _budgets(budget_bytes, n)
-    chosen = stage_model_for(cfg) if stage_model is None else stage_model
+    chosen = stage_model_for(cfg) if stage_model is None else _checked(stage_model)
     _check_measurable(balance, names)
     by_memory: Refence | None = None
     if balance == "bytes":
@@ -229,6 +229,15 @@ def model_path(model: str | PathLike[str]) -> Path:
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"model={model!r:.80} is not a path ({error})") from error
     raise ConfigError(f"no such model: {path}; pass a GGUF file or a directory with config.json and *.safetensors")
+
+
+def _checked(model: type[StageModel]) -> type[StageModel]:
+    missing = [name for name in ("load", "workspace_bytes", "forward") if not callable(getattr(model, name, None))]
+    if missing:
+        raise ConfigError(
+            f"stage_model={model!r:.80} has no {', no '.join(missing)}: pass a class, as memra_pp.models.StageModel says"
+        )
+    return model
 
 
 def _check_balance(balance: str, stages: int | None, cuts: Sequence[int] | None) -> None:

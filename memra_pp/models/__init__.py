@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ..cache import PRIME_CHUNK_MAX_TOKENS, Cache, KvPolicy
 from ..config import ModelConfig
+from ..config.forwards import REFERENCE_FORWARDS
 from ..errors import ConfigError
 from ..kernels import CpuDev
 from .gemma3 import Gemma3
@@ -31,27 +32,23 @@ __all__ = [
     "stage_model_for",
 ]
 
-_FORWARDS: Mapping[str, type[Forward]] = {
-    "gemma3": Gemma3,
-    "gemma3_text": Gemma3,
-    "qwen3_next": Qwen35,
-    "qwen3_5": Qwen35,
-    "qwen3_5_text": Qwen35,
-}
+_FORWARDS: Mapping[str, type[Forward]] = {forward.__name__: forward for forward in (Gemma3, Qwen35)}
 
 
 def stage_model_for(cfg: ModelConfig) -> type[Forward]:
     """The reference forward of an architecture.
 
     Raises:
-        ConfigError: there is none; pass your own `StageModel`.
+        ConfigError: there is none, or the config asks for what it does not compute; pass your own `StageModel`.
     """
-    if cfg.arch not in _FORWARDS:
+    if cfg.arch not in REFERENCE_FORWARDS:
         raise ConfigError(
-            f"no reference forward for {cfg.arch}: there is one for {', '.join(_FORWARDS)}; "
+            f"no reference forward for {cfg.arch}: there is one for {', '.join(REFERENCE_FORWARDS)}; "
             "pass your own StageModel class as stage_model"
         )
-    return _FORWARDS[cfg.arch]
+    forward = _FORWARDS[REFERENCE_FORWARDS[cfg.arch]]
+    forward.check(cfg)
+    return forward
 
 
 def forward_layers(

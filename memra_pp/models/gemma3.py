@@ -85,6 +85,11 @@ class Gemma3Layer:
 class Gemma3(Forward):
     """A `StageModel`: Gemma 3's layers of one stage."""
 
+    @classmethod
+    def check(cls, cfg: ModelConfig) -> None:
+        """Raises ConfigError for a model that this forward does not compute."""
+        Gemma3Params.of(cfg)
+
     def __init__(self, weights: Weights, layers: range, device: Device) -> None:
         super().__init__(weights, layers, device)
         self.params = Gemma3Params.of(weights.cfg)

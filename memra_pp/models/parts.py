@@ -137,6 +137,11 @@ class Forward(ABC):
             model.head = model.load_head(weights)
         return model
 
+    @classmethod
+    @abstractmethod
+    def check(cls, cfg: ModelConfig) -> None:
+        """Raises ConfigError for a model that this forward does not compute."""
+
     def forward(self, batch: StepBatch, x: Rows, caches: Sequence[Cache]) -> Rows:
         """Tokens or hidden rows in; hidden rows, or the logits asked for on the last stage, out (see `StageModel`)."""
         if self.embedding is not None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import KvPlan, ModelConfig, RecurrentPlan
-from ..config.fields import MAX_LAYERS, Fields
+from ..config.fields import Fields
+from ..config.forwards import first_sparse
 from ..errors import ConfigError
 from ..kernels.backend import Backend, Matrix, Rows
 from ..kernels.shapes import AttentionSpec, DeltaShape
@@ -43,7 +44,8 @@ class Qwen35Params:
         ):
             if f.raw.get(name) not in computed:
                 raise f.bad(name, f"computed here; {' or '.join(map(repr, computed))} is")
-        _refuse_experts(f, cfg.n_trunk)
+        if (il := first_sparse(f, cfg.n_trunk)) is not None:
+            raise f.bad("num_experts", f"computed here: layer {il} is a mixture of experts; 0, or all layers dense, is")
         return cls(
             n_head=f.count("num_attention_heads"),
             n_ff=f.count("intermediate_size"),
@@ -53,17 +55,6 @@ class Qwen35Params:
             tied=f.flag("tie_word_embeddings"),
             delta=_delta_shape(f) if cfg.recurrent else None,
         )
-
-
-def _refuse_experts(f: Fields, n_trunk: int) -> None:
-    """Refuses a mixture of experts: layers that are not in `mlp_only_layers`, every `decoder_sparse_step`-th."""
-    if not f.count("num_experts", least=0, default=0):
-        return
-    dense = f.raw.get("mlp_only_layers") or ()
-    every = f.count("decoder_sparse_step", most=MAX_LAYERS, default=1)
-    for il in range(n_trunk):
-        if il not in dense and (il + 1) % every == 0:
-            raise f.bad("num_experts", f"computed here: layer {il} is a mixture of experts; 0, or all layers dense, is")
 
 
 def _rotary_factor(f: Fields, cfg: ModelConfig) -> float:
@@ -124,6 +115,11 @@ class Qwen35Layer:
 
 class Qwen35(Forward):
     """A `StageModel`: Qwen3.5's or Qwen3-Next's layers of one stage."""
+
+    @classmethod
+    def check(cls, cfg: ModelConfig) -> None:
+        """Raises ConfigError for a model that this forward does not compute."""
+        Qwen35Params.of(cfg)
 
     def __init__(self, weights: Weights, layers: range, device: Device) -> None:
         super().__init__(weights, layers, device)

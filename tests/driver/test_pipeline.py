@@ -369,3 +369,8 @@ def test_what_is_wanted_comes_back(pipe: memra_pp.Pipeline) -> None:
             with pytest.raises(InputError, match="topk:1 to 512"):
                 b.decode(1, want=want)  # type: ignore[arg-type]
         assert b.tokens == a.tokens
+
+
+def test_a_stage_model_that_is_none_is_refused_before_anything_is_started(tiny: Path) -> None:
+    with pytest.raises(ConfigError, match="stage_model=<class 'int'> has no load, no workspace_bytes, no forward"):
+        memra_pp.launch(tiny, stage_model=int)  # type: ignore[arg-type]

@@ -235,6 +235,29 @@ def test_what_cannot_be_is_refused_by_name(server: Running, options: dict[str, A
     assert server.sessions() == 0
 
 
+def test_what_cannot_be_served_is_one_line_before_anything_is_started(model: Path, hybrid: Path) -> None:
+    for options, says in (
+        (["--model", "/no/such/model"], "no such model"),
+        (["--model", str(model), "--stages", "99"], "99"),
+        (["--model", str(model), "--cuts", "3,2"], "cuts"),
+        (["--model", str(hybrid)], "no tokenizer found"),
+    ):
+        done = subprocess.run([sys.executable, EXAMPLE, *options], capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 1 and done.stderr.startswith("serve: error: ") and says in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
+def test_another_path_or_content_type_is_told_what_there_is(server: Running) -> None:
+    status, answer = server.get("/v1/chat/completions")
+    assert status == 404 and "POST /v1/completions" in answer["error"]["message"]
+    status, answer = server.get("/v1/completions")
+    assert status == 405 and "GET /v1/completions: Method Not Allowed" in answer["error"]["message"]
+    asked = urllib.request.Request(f"{server.url}/v1/completions", b"{}", {"Content-Type": "application/x-www-form-urlencoded"})
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(asked, timeout=60)
+    assert "not application/json" in json.load(refused.value)["error"]["message"]
+
+
 def test_models_and_health(server: Running) -> None:
     import openai
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import memra_pp
 from memra_pp.cache import Cache, KvPolicy
-from memra_pp.config import ModelConfig
+from memra_pp.config import ModelConfig, has_reference_forward
 from memra_pp.errors import ConfigError
 from memra_pp.kernels import CpuDev
 from memra_pp.models import Qwen35, Segment, StepBatch, forward_layers, stage_model_for
@@ -392,11 +392,15 @@ def test_what_is_not_computed_or_not_of_these_weights_is_refused(base: Path, fie
         memra_pp.launch(base, backend="local")
 
 
-def test_experts_are_refused_only_where_a_layer_has_them(base: Path) -> None:
-    cfg = ModelConfig.from_hf(BASE | {"num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]})
-    assert stage_model_for(cfg) is Qwen35
-    (base / "config.json").write_text(json.dumps(BASE | {"num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}))
+def test_experts_are_refused_only_where_a_layer_has_them_and_before_anything_is_loaded(base: Path) -> None:
+    mixed = BASE | {"num_experts": 4, "decoder_sparse_step": 2, "mlp_only_layers": [1]}
+    with pytest.raises(ConfigError, match=r"num_experts=4 .* layer 3"):
+        stage_model_for(ModelConfig.from_hf(mixed))
+    assert not has_reference_forward(ModelConfig.from_hf(mixed))
+    (base / "config.json").write_text(json.dumps(mixed))
     with pytest.raises(ConfigError, match=r"num_experts=4 .* layer 3"):
         Qwen35.load(base, range(1), CpuDev())
-    (base / "config.json").write_text(json.dumps(BASE | {"num_experts": 4, "decoder_sparse_step": 5}))
+    dense = BASE | {"num_experts": 4, "decoder_sparse_step": 5}
+    assert stage_model_for(ModelConfig.from_hf(dense)) is Qwen35 and has_reference_forward(ModelConfig.from_hf(dense))
+    (base / "config.json").write_text(json.dumps(dense))
     Qwen35.load(base, range(1), CpuDev())

@@ -19,7 +19,7 @@ from memra_pp.cli.status import HOME, REST_OF_SCREEN
 from memra_pp.cli.status_text import listed, shown
 from memra_pp.cli.table import human
 from memra_pp.driver import status
-from memra_pp.driver.registry import places
+from memra_pp.driver.registry import entries
 from memra_pp.errors import StageError
 
 WAIT_S = 60
@@ -54,7 +54,7 @@ def busy(pipe: memra_pp.Pipeline) -> memra_pp.Session:
 
 def test_another_process_sees_what_the_pipeline_sees(pipe: memra_pp.Pipeline) -> None:
     with busy(pipe):
-        for args in ((), (str(os.getpid()),), (places()[0].name,)):
+        for args in ((), (str(os.getpid()),), (entries()[0].name,)):
             done = run("--json", *args)
             assert done.returncode == 0, done.stderr
             [answer] = json.loads(done.stdout)
@@ -67,7 +67,7 @@ def test_once_shows_every_figure(pipe: memra_pp.Pipeline, capsys: pytest.Capture
         stats = pipe.stats()
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
-    assert lines[0][:4] == ["hybrid", places()[0].name, "local", "ready"]
+    assert lines[0][:4] == ["hybrid", entries()[0].name, "local", "ready"]
     assert "1 session, 4 tokens" in text
     table = {line.split()[0]: line for line in text.splitlines() if line}
     for stage in stats["stages"]:
@@ -83,7 +83,7 @@ def test_once_shows_every_figure(pipe: memra_pp.Pipeline, capsys: pytest.Capture
 
 def test_several_pipelines_are_listed_and_one_is_shown_by_its_name(pipe: memra_pp.Pipeline, tiny: Path) -> None:
     with memra_pp.launch(tiny, stages=1, backend="local", threads=1):
-        names = [place.name for place in places()]
+        names = [place.name for place in entries()]
         done = run()
         assert [line.split()[:3] for line in done.stdout.splitlines()[1:]] == [
             [names[0], "hybrid", "2"],
@@ -123,7 +123,7 @@ def drawn(terminal: int, until: str = REST_OF_SCREEN) -> str:
 def test_who_does_not_answer_is_said_not_to(
     pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    name = places()[0].name
+    name = entries()[0].name
     monkeypatch.setattr(status, "connect", refusing)
     assert cli.main(["status", "--once"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == f"{name}  does not answer"
@@ -138,7 +138,7 @@ def refusing(*args: Any) -> None:
 
 
 def test_a_pipeline_that_recovers_shows_why_and_no_figures(pipe: memra_pp.Pipeline) -> None:
-    answer = status.ask(places()[0])
+    answer = status.ask(entries()[0])
     assert answer is not None
     last = {"cause": "stage 1 is gone", "lost": "stage 1 died", "took_s": 3.5, "epoch": 2}
     told = {"state": "recovering", "cause": "stage 0 is gone", "recoveries": 2, "last_recovery": last}

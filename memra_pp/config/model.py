@@ -107,7 +107,7 @@ class ModelConfig:
         """
         suffix = Path(path).suffix
         if suffix not in ("", ".gguf", ".json", ".safetensors") and not Path(path).is_dir():
-            raise ConfigError(f"{path}: is neither a .gguf file nor a directory with config.json")
+            raise ConfigError(f"{path}: is neither a .gguf file nor a directory with config.json on this machine")
         return cls.from_gguf(path) if suffix == ".gguf" else cls.from_hf(path)
 
     @classmethod

@@ -23,7 +23,7 @@ _NAME = re.compile(r"([1-9]\d{0,9})-([1-9]\d{0,9})", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Place:
+class Registered:
     """A pipeline's entry."""
 
     path: Path
@@ -71,32 +71,32 @@ def registry() -> Path:
     return path
 
 
-def enter(name: str) -> Place:
+def enter(name: str) -> Registered:
     """A new entry, `PID-N`, with its key. It is removed when this process is killed, too.
 
     Raises:
         ConfigError, OSError: it cannot be made; nothing is left of it.
     """
-    place = Place(registry() / name)
-    place.remove()  # of a process that had this number long ago
-    place.path.mkdir(mode=PRIVATE)
+    entry = Registered(registry() / name)
+    entry.remove()  # of a process that had this number long ago
+    entry.path.mkdir(mode=PRIVATE)
     try:
-        janitor.watch(str(place.path))
-        with open(os.open(place.path / "key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        janitor.watch(str(entry.path))
+        with open(os.open(entry.path / "key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secrets.token_bytes(KEY_BYTES))
     except BaseException:
-        leave(place)
+        leave(entry)
         raise
-    return place
+    return entry
 
 
-def leave(place: Place) -> None:
+def leave(entry: Registered) -> None:
     """Removes an entry of this process."""
-    place.remove()
-    janitor.forget(str(place.path))
+    entry.remove()
+    janitor.forget(str(entry.path))
 
 
-def places() -> list[Place]:
+def entries() -> list[Registered]:
     """Every entry, by process and number. Raises ConfigError as `registry`."""
-    found = [Place(path) for path in registry().iterdir() if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda place: [*map(int, place.name.split("-"))])
+    found = [Registered(path) for path in registry().iterdir() if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda entry: [*map(int, entry.name.split("-"))])

@@ -73,6 +73,17 @@ class Header:
         return cls(**given)
 
 
+def _require_same_policy(theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    if theirs == ours:
+        return
+    more = [name for name in theirs if name not in ours][:4]
+    differ = [name for name, value in ours.items() if theirs.get(name) != value] or more
+    told = (", ".join(f"{name!s:.40}={of.get(name)!r:.40}" for name in differ) for of in (theirs, ours))
+    raise InputError(
+        "the session was made with the K/V policy {}, and this pipeline has {}: launch with the session's".format(*told)
+    )
+
+
 class Writer:
     """Writes a session's file, front to back.
 
@@ -133,8 +144,7 @@ class Reader:
         self.header = header = Header.checked(given, cfg)
         if header.model != model:
             raise InputError("the session is of another model: its rows mean nothing to this one")
-        if header.policy != asdict(policy):
-            raise InputError(f"the session's K/V policy is {header.policy}, and {asdict(policy)} is this pipeline's")
+        _require_same_policy(header.policy, asdict(policy))
         shape = SessionShape.checked(header.shape, "the session's ", cfg.max_ctx, cfg.max_ctx)
         self.pos = len(header.tokens)
         if self.pos > min(shape.ctx, limit):

@@ -20,7 +20,7 @@ from ..errors import ConfigError, LaneError, StageError
 from ..stage.frames import STATS, Entry, Frame
 from ..stage.lanes import Lane
 from ..stage.listener import Listener, connect
-from .registry import Place, enter, leave
+from .registry import Registered, enter, leave
 
 if TYPE_CHECKING:
     from .report import Report
@@ -122,27 +122,27 @@ class StatusDoor:
             reading.fail(StageError(f"the status could not be read: {error!r}"))
 
 
-def ask(place: Place) -> dict[str, Any] | None:
+def ask(entry: Registered) -> dict[str, Any] | None:
     """What a pipeline answers; None if it has ended: then its entry is removed.
 
     Raises:
         StageError: it does not answer in time, or not as one does.
     """
     try:
-        lane = connect(place.address, ROLE, place.key(), LANE_S, f"process {place.pid}")
+        lane = connect(entry.address, ROLE, entry.key(), LANE_S, f"process {entry.pid}")
     except (FileNotFoundError, LaneError) as error:
         cause = error.__cause__ or error
-        if isinstance(cause, ConnectionRefusedError) or (isinstance(cause, FileNotFoundError) and not _alive(place.pid)):
-            place.remove()
+        if isinstance(cause, ConnectionRefusedError) or (isinstance(cause, FileNotFoundError) and not _alive(entry.pid)):
+            entry.remove()
         if isinstance(cause, ConnectionRefusedError | FileNotFoundError):
             return None
-        raise StageError(f"pipeline {place.name} does not answer: {error}") from error
+        raise StageError(f"pipeline {entry.name} does not answer: {error}") from error
     with contextlib.closing(lane):
         lane.send(Frame(1, [Entry(STATS, 0, 0, 0)]), LANE_S)
         frame = lane.recv(ANSWER_S)
     answer = None if frame is None else frame.notes.get(0, {}).get("answer")
     if not isinstance(answer, dict):
-        raise StageError(f"pipeline {place.name} does not answer within {ANSWER_S:.0f} s")
+        raise StageError(f"pipeline {entry.name} does not answer within {ANSWER_S:.0f} s")
     return answer
 
 

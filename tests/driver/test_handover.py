@@ -316,6 +316,7 @@ def with_header(file: bytes, change: Callable[[dict[str, Any]], None]) -> bytes:
 BAD_HEADERS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "another model": lambda h: h.update(model="0" * 32),
     "another policy": lambda h: h["policy"].update(k="f32", ring="step"),
+    "a policy of the future": lambda h: h["policy"].update({"x" * 999: 1, b"y": 2}),
     "no policy": lambda h: h.update(policy=None),
     "no tokens": lambda h: h.update(tokens=[]),
     "more tokens": lambda h: h["tokens"].append(1),

@@ -19,7 +19,7 @@ import pytest
 
 import memra_pp
 from memra_pp.driver import status
-from memra_pp.driver.registry import Place, places, registry
+from memra_pp.driver.registry import Registered, entries, registry
 from memra_pp.driver.status import ask
 from memra_pp.errors import ConfigError, LaneError, StageError
 from memra_pp.stage import listener
@@ -58,7 +58,7 @@ def driver(tiny: Path) -> Iterator[subprocess.Popen[str]]:
     child.communicate(timeout=WAIT_S)
 
 
-def asked(place: Place) -> dict[str, Any]:
+def asked(place: Registered) -> dict[str, Any]:
     answer = ask(place)
     assert answer is not None
     return answer
@@ -75,7 +75,7 @@ def gone(path: Path) -> bool:
 def test_the_door_tells_what_the_pipeline_does(pipe: memra_pp.Pipeline, tiny: Path) -> None:
     with pipe.open([5, 6, 7], max_new_tokens=4) as session:
         list(session.generate(3))
-        [place] = places()
+        [place] = entries()
         answer, stats = asked(place), pipe.stats()
     assert (answer["name"], answer["pid"], answer["model"], answer["backend"]) == (place.name, os.getpid(), str(tiny), "local")
     assert answer["health"] == pipe.health() and answer["why"] is None and answer["up_s"] > 0
@@ -83,25 +83,25 @@ def test_the_door_tells_what_the_pipeline_does(pipe: memra_pp.Pipeline, tiny: Pa
 
 
 def test_every_pipeline_of_a_process_has_a_door_while_it_is_open(pipe: memra_pp.Pipeline, tiny: Path) -> None:
-    [first] = places()
+    [first] = entries()
     with memra_pp.launch(tiny, stages=1, backend="local", threads=1):
-        both = places()
+        both = entries()
         assert both[0] == first and [len(asked(place)["stats"]["stages"]) for place in both] == [2, 1]
-    assert places() == [first]
+    assert entries() == [first]
     pipe.close()
     pipe.close()
-    assert places() == [] and list(registry().iterdir()) == [] and ask(first) is None
+    assert entries() == [] and list(registry().iterdir()) == [] and ask(first) is None
     assert not [thread for thread in threading.enumerate() if thread.name.startswith(("status", "lane-"))]
 
 
 def test_only_its_user_can_reach_a_door_or_its_key(pipe: memra_pp.Pipeline, own_registry: Path) -> None:
-    [place] = places()
+    [place] = entries()
     modes = {path: path.stat().st_mode & 0o777 for path in (own_registry, place.path, place.path / "key")}
     assert list(modes.values()) == [0o700, 0o700, 0o600] and len(place.key()) == KEY_BYTES
 
 
 def test_a_stranger_without_the_key_is_told_nothing_and_holds_nobody_up(pipe: memra_pp.Pipeline) -> None:
-    [place] = places()
+    [place] = entries()
     with pytest.raises(LaneError, match="key"):
         connect(place.address, status.ROLE, bytes(KEY_BYTES), WAIT_S, "the door")
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as rude:
@@ -123,7 +123,7 @@ def test_a_stranger_without_the_key_is_told_nothing_and_holds_nobody_up(pipe: me
 def test_what_the_stages_do_not_say_in_time_is_said_to_be_missing(
     pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [place] = places()
+    [place] = entries()
     monkeypatch.setattr(status, "STATS_S", 0.05)
     asked_for, go, stats = [], threading.Event(), pipe.report.stats
 
@@ -144,7 +144,7 @@ def test_what_the_stages_do_not_say_in_time_is_said_to_be_missing(
 
 
 def test_a_pipeline_that_has_failed_says_why(pipe: memra_pp.Pipeline) -> None:
-    [place] = places()
+    [place] = entries()
     pipe.chain.fail(StageError("stage 1 (layers 3 to 5) on cpu:1 is gone"))
     answer = asked(place)
     assert answer["health"]["state"] == "failed" and "stage 1" in answer["health"]["cause"]
@@ -152,7 +152,7 @@ def test_a_pipeline_that_has_failed_says_why(pipe: memra_pp.Pipeline) -> None:
 
 
 def test_a_driver_that_ends_without_closing_leaves_nothing(driver: subprocess.Popen[str], own_registry: Path) -> None:
-    assert len(places()) == 1
+    assert len(entries()) == 1
     driver.communicate(timeout=WAIT_S)
     assert list(own_registry.iterdir()) == []
 
@@ -160,12 +160,12 @@ def test_a_driver_that_ends_without_closing_leaves_nothing(driver: subprocess.Po
 def test_a_driver_that_is_stopped_does_not_answer_and_one_that_is_killed_leaves_nothing(
     driver: subprocess.Popen[str], own_registry: Path
 ) -> None:
-    [place] = places()
+    [place] = entries()
     assert place.pid == driver.pid and asked(place)["health"]["ready"]
     driver.send_signal(signal.SIGSTOP)
     with pytest.raises(StageError, match="does not answer"):
         ask(place)
-    assert places() == [place]
+    assert entries() == [place]
     driver.send_signal(signal.SIGCONT)
     assert asked(place)["health"]["ready"]
     driver.send_signal(signal.SIGKILL)
@@ -184,7 +184,7 @@ def test_an_entry_that_nobody_is_behind_is_removed(own_registry: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:  # a socket that has no listener
         bound.bind(str(own_registry / f"{os.getpid()}-7777" / "door"))
         (own_registry / "notes.txt").touch()
-        assert len(places()) == 2 and [ask(place) for place in places()] == [None, None]
+        assert len(entries()) == 2 and [ask(place) for place in entries()] == [None, None]
     assert [path.name for path in own_registry.iterdir()] == ["notes.txt"]
 
 

@@ -70,8 +70,8 @@ def _rounds(figures: Figures) -> list[str]:
         for r in figures.rollback
     ]
     return said + [
-        f"speculation {s.drafter}: {s.tokens_per_s:,.1f} tok/s, {s.accepted} of {s.drafted} drafts accepted, "
-        f"{s.tokens_per_traversal:.2f} tokens a traversal"
+        f"speculation {s.drafter}, on a text that repeats itself: {s.tokens_per_s:,.1f} tok/s, "
+        f"{s.accepted} of {s.drafted} drafts accepted, {s.tokens_per_traversal:.2f} tokens a traversal"
         for s in figures.speculation
     ]
 

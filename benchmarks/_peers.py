@@ -15,7 +15,7 @@ from ray.dag import InputNode
 
 from memra_pp.cache import Cache
 from memra_pp.config import ModelConfig
-from memra_pp.driver.launch_ray_runtime import deferred_signals, runtime
+from memra_pp.driver.launch.ray_runtime import deferred_signals, runtime
 from memra_pp.models.protocol import Array, StepBatch
 
 

@@ -17,7 +17,7 @@ from _report import Report, parser, say
 import memra_pp
 from memra_pp.cache import KvPolicy
 from memra_pp.cli import demo_weights
-from memra_pp.driver.drafters import NgramDrafter
+from memra_pp.driver.speculation.drafters import NgramDrafter
 
 K, TOKENS, TURNS, TIMINGS = 8, 120, 3, 9
 GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())

@@ -26,7 +26,7 @@ from job_file import QUEUE, Job, read_job
 from job_prompts import Log, Prompt, file_prompts, queue_prompts
 
 from memra_pp import ModelConfig, aio
-from memra_pp.driver.model_drafter import ModelDrafter
+from memra_pp.driver.speculation.model_drafter import ModelDrafter
 from memra_pp.errors import AdmissionError, ConfigError, InputError, MemraError, StageError
 from memra_pp.models import load_tokenizer
 

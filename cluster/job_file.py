@@ -16,7 +16,7 @@ import yaml
 from memra_pp import Draft, SamplingParams
 from memra_pp.cache.formats import K_CHOICES, V_CHOICES
 from memra_pp.cli.options import policy
-from memra_pp.driver.launch import Balance
+from memra_pp.driver.launch.launch import Balance
 from memra_pp.errors import ConfigError, MemraError
 
 MAX_FILE_BYTES = 1 << 20

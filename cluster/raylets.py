@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import ray
 from ray.cluster_utils import Cluster
 
-from memra_pp.driver.launch_ray_runtime import deferred_signals, private_dir, ray_settings, remove_dir
+from memra_pp.driver.launch.ray_runtime import deferred_signals, private_dir, ray_settings, remove_dir
 
 STORE_BYTES = 80 << 20
 

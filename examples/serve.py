@@ -37,8 +37,8 @@ from starlette.exceptions import HTTPException
 
 import memra_pp
 from memra_pp.cli.options import cuts
-from memra_pp.driver.cut import fence_for
-from memra_pp.driver.launch import model_path
+from memra_pp.driver.launch.cut import fence_for
+from memra_pp.driver.launch.launch import model_path
 from memra_pp.errors import AdmissionError, InputError, MemraError, StageError
 from memra_pp.models import load_tokenizer, stage_model_for
 

@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from .cache.formats import KvPolicy
     from .config.model import ModelConfig
     from .driver.calls import Round, SessionSnapshot
-    from .driver.drafters import Draft
-    from .driver.launch import launch
+    from .driver.launch.launch import launch
     from .driver.pipeline import Pipeline
     from .driver.sampling import Sampler, SamplingParams
     from .driver.session import Session
+    from .driver.speculation.drafters import Draft
     from .errors import AdmissionError, MemraError, SessionCancelled
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 
 _HOMES = {
     "AdmissionError": ".errors",
-    "Draft": ".driver.drafters",
+    "Draft": ".driver.speculation.drafters",
     "KvPolicy": ".cache.formats",
     "MemraError": ".errors",
     "ModelConfig": ".config.model",
@@ -49,7 +49,7 @@ _HOMES = {
     "Session": ".driver.session",
     "SessionCancelled": ".errors",
     "SessionSnapshot": ".driver.calls",
-    "launch": ".driver.launch",
+    "launch": ".driver.launch.launch",
 }
 
 

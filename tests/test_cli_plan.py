@@ -17,7 +17,7 @@ from memra_pp.cli.advice import _orders
 from memra_pp.cli.options import positive, size, sizes, spelled, spelled_devices
 from memra_pp.cli.table import beside, columns, human
 from memra_pp.config import ModelConfig, read_weight_bytes
-from memra_pp.driver.launch import launch
+from memra_pp.driver.launch.launch import launch
 
 GIB = 1 << 30
 

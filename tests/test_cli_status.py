@@ -18,8 +18,8 @@ from memra_pp import cli
 from memra_pp.cli.status import HOME, REST_OF_SCREEN
 from memra_pp.cli.status_text import listed, shown
 from memra_pp.cli.table import human
-from memra_pp.driver import status
-from memra_pp.driver.registry import entries
+from memra_pp.driver.figures import status
+from memra_pp.driver.figures.registry import entries
 from memra_pp.errors import StageError
 
 WAIT_S = 60

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from memra_pp.driver.metrics import METRICS, PIPELINE
+from memra_pp.driver.figures.metrics import METRICS, PIPELINE
 
 EXPORTED = "ray_"
 """What Ray puts before each name."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ..config import ModelConfig
-from ..driver.drafters import Draft
-from ..driver.launch import launch, model_path
-from ..driver.model_drafter import ModelDrafter
+from ..driver.launch.launch import launch, model_path
 from ..driver.pipeline import Pipeline
+from ..driver.speculation.drafters import Draft
+from ..driver.speculation.model_drafter import ModelDrafter
 from ..errors import InputError
 from .demo import demo_weights
 from .options import policy

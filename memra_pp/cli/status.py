@@ -8,8 +8,8 @@ import sys
 import time
 from typing import Any
 
-from ..driver.registry import Registered, entries
-from ..driver.status import ask
+from ..driver.figures.registry import Registered, entries
+from ..driver.figures.status import ask
 from ..errors import InputError, StageError
 from .status_text import listed, shown
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ..config import ModelConfig
-from ..driver.cut import fence_for
-from ..driver.launch import model_path
+from ..driver.launch.cut import fence_for
+from ..driver.launch.launch import model_path
 from ..driver.sampling import SamplingParams
 from ..driver.tokens import checked_prompt
 from ..errors import InputError

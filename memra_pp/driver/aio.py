@@ -16,12 +16,12 @@ from ..cache.sizing import Recurrent
 from ..config import ModelConfig
 from ..models.protocol import Array
 from ..models.tokenizer import Tokenizer
-from . import launch as sync_launch
 from . import pipeline, session
 from .calls import Round, SessionSnapshot
-from .drafters import Draft
+from .launch import launch as sync_launch
 from .pipeline import MANY
 from .sampling import Sampler, SamplingParams
+from .speculation.drafters import Draft
 from .waits import stream_async
 
 

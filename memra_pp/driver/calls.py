@@ -26,9 +26,9 @@ from ..models.protocol import Array
 from ..stage.frames import LOGITS, want_code
 from . import handover, work
 from .books import Books, Slot
-from .drafters import Draft, checked_drafts
 from .sampling import Sampler, SamplingParams, judge
 from .session_file import Header, Reader
+from .speculation.drafters import Draft, checked_drafts
 from .steps import Steps
 from .tokens import checked_tokens, chunks
 from .work import Rewired

@@ -8,8 +8,8 @@ from contextlib import closing, nullcontext
 from typing import TYPE_CHECKING
 
 from ..errors import InputError, checked_int, require
-from .drafters import Draft, DraftControl, Drafter, checked_drafts
 from .sampling import Sampler, SamplingParams
+from .speculation.drafters import Draft, DraftControl, Drafter, checked_drafts
 
 if TYPE_CHECKING:
     from .calls import Calls, Generation

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..admission.outcome import Outcome
 from ..errors import AdmissionError, StageError
 from .calls import Generation
-from .drafters import Draft
 from .sampling import SamplingParams
 from .session import Session
+from .speculation.drafters import Draft
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline

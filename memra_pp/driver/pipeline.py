@@ -24,20 +24,20 @@ from .batcher import Batcher
 from .calls import Calls
 from .chain import Chain
 from .door import Door, checked_wait
-from .drafters import Draft, Drafter
-from .drafting import Drafting
+from .figures.report import Report
+from .figures.trace import chrome_trace
+from .figures.watcher import Watcher
 from .many import Ask, Many
 from .opener import Opener
-from .report import Report
 from .sampling import SamplingParams
 from .scheduler import Scheduler
 from .session import Session
 from .session_file import Reader, fingerprint, opened
 from .shapes import asked_shape, checked_tenant, most_drafts
+from .speculation.drafters import Draft, Drafter
+from .speculation.drafting import Drafting
 from .tokens import checked_prompt
-from .trace import chrome_trace
 from .waits import run, run_async
-from .watcher import Watcher
 from .work import Steps
 
 T = TypeVar("T")

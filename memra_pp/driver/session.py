@@ -12,9 +12,9 @@ from ..cache import DflashTapSink
 from ..errors import StageError
 from ..models.protocol import Array
 from .calls import Calls, Generation, Round, SessionSnapshot
-from .drafters import Draft
 from .sampling import Sampler, SamplingParams
 from .session_file import to_write
+from .speculation.drafters import Draft
 from .waits import stream
 from .work import Steps
 

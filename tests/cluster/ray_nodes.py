@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from memra_pp.driver.launch_ray_runtime import ray_settings
+from memra_pp.driver.launch.ray_runtime import ray_settings
 
 START_S, END_S = 60.0, 20.0
 OBJECT_STORE_BYTES = 80 << 20

@@ -15,7 +15,7 @@ from cluster.job_file import FIELDS, Job, read_job
 from cluster.job_prompts import Log, Prompt, file_prompts, queue_prompts
 from memra_pp import Draft, SamplingParams
 from memra_pp.cache import KvPolicy
-from memra_pp.driver.launch import launch
+from memra_pp.driver.launch.launch import launch
 from memra_pp.errors import ConfigError
 
 WHOLE = """

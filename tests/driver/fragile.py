@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import ringed
 
-from memra_pp.driver import launch
 from memra_pp.driver.chain import LocalChain
+from memra_pp.driver.launch import launch
 from memra_pp.errors import StageError
 from memra_pp.stage.frames import Frame
 from memra_pp.stage.worker import StageWorker

@@ -30,7 +30,7 @@ GREEDY = memra_pp.SamplingParams(temperature=0, eos_ids=())
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """A Ray of this module's own."""
-    from memra_pp.driver.launch_ray_runtime import runtime
+    from memra_pp.driver.launch.ray_runtime import runtime
 
     runtime.acquire(6)
     yield

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memra_pp.driver.drafters import CallableDrafter, Draft, DraftControl, NgramDrafter, checked_drafts
+from memra_pp.driver.speculation.drafters import CallableDrafter, Draft, DraftControl, NgramDrafter, checked_drafts
 from memra_pp.errors import InputError
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)

@@ -14,9 +14,9 @@ from memra_pp import cli
 from memra_pp.admission import fence_by_time
 from memra_pp.cache import KvPolicy
 from memra_pp.config import KvPlan, ModelConfig, RecurrentPlan, SharedKvPlan
-from memra_pp.driver import layer_times
-from memra_pp.driver.launch import Balance
-from memra_pp.driver.layer_times import CONTEXT, REPEATS, measure_layers
+from memra_pp.driver.launch import layer_times
+from memra_pp.driver.launch.launch import Balance
+from memra_pp.driver.launch.layer_times import CONTEXT, REPEATS, measure_layers
 from memra_pp.models import Gemma3
 
 POLICY = KvPolicy()
@@ -206,7 +206,7 @@ def test_a_launch_cuts_where_the_work_asked_for_is_fastest(costly, tiny, caplog,
         assert pipe.stats()["cut"] == {"by": "even"}
         even = [s.prefill(), s.decode(7)]
     with (
-        caplog.at_level(logging.INFO, "memra_pp.driver.cut"),
+        caplog.at_level(logging.INFO, "memra_pp.driver.launch.cut"),
         memra_pp.launch(tiny, balance=balance, progress=lambda text, done, of: told.append(text), **options) as pipe,
         pipe.open(prompt) as s,
     ):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 import memra_pp
-from memra_pp.driver import metrics
-from memra_pp.driver.metrics import METRICS, PIPELINE, Exporter, Metric
+from memra_pp.driver.figures import metrics
+from memra_pp.driver.figures.metrics import METRICS, PIPELINE, Exporter, Metric
 from memra_pp.errors import StageError
 
 WAIT_S = 60.0

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import memra_pp
-from memra_pp.driver.metrics import METRICS, PIPELINE, Exporter
+from memra_pp.driver.figures.metrics import METRICS, PIPELINE, Exporter
 from memra_pp.errors import AdmissionError
 
 pytestmark = pytest.mark.cluster

@@ -16,7 +16,7 @@ import memra_pp
 from memra_pp.admission import Admit, Defer, Refuse
 from memra_pp.cache import slab_bytes, stage_layout
 from memra_pp.config import ModelConfig
-from memra_pp.driver import cut
+from memra_pp.driver.launch import cut
 from memra_pp.errors import AdmissionError, CapacityExceeded, ConfigError, InputError, StageError
 from memra_pp.models import Gemma3, Qwen35
 from memra_pp.stage.frames import CLOSE, OPEN, STEP

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memra_pp
-from memra_pp.driver import launch_ray_placement as placement
-from memra_pp.driver.launch_ray_placement import Placement
+from memra_pp.driver.launch import ray_placement as placement
+from memra_pp.driver.launch.ray_placement import Placement
 from memra_pp.errors import ConfigError, StageError
 from memra_pp.stage.actor import Place
 

@@ -27,7 +27,7 @@ def cluster() -> Iterator[None]:
     """A Ray of this module's own, so that each launch joins it rather than start one."""
     import ray
 
-    from memra_pp.driver.launch_ray_runtime import runtime
+    from memra_pp.driver.launch.ray_runtime import runtime
 
     runtime.acquire(8)
     yield

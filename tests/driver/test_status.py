@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 import memra_pp
-from memra_pp.driver import status
-from memra_pp.driver.registry import Registered, entries, registry
-from memra_pp.driver.status import ask
+from memra_pp.driver.figures import status
+from memra_pp.driver.figures.registry import Registered, entries, registry
+from memra_pp.driver.figures.status import ask
 from memra_pp.errors import ConfigError, LaneError, StageError
 from memra_pp.stage import listener
 from memra_pp.stage.frames import STOP, Entry, Frame

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from memra_pp.driver.trace import FRAMES_TRACK, SEND_TRACK, chrome_trace
+from memra_pp.driver.figures.trace import FRAMES_TRACK, SEND_TRACK, chrome_trace
 from memra_pp.errors import StageError
 from memra_pp.stage.spans import BLOCKED, COMPUTE, FIELDS, KINDS, RECV, SEND
 

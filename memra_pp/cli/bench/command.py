@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ...config import ModelConfig, WeightBytes, read_weight_bytes
-from ...driver.cut import fence_for
-from ...driver.drafters import MAX_DRAFTS
-from ...driver.launch import PREFILL_CHUNK, model_path
+from ...driver.launch.cut import fence_for
+from ...driver.launch.launch import PREFILL_CHUNK, model_path
 from ...driver.shapes import most_drafts
+from ...driver.speculation.drafters import MAX_DRAFTS
 from ...errors import ConfigError, InputError, checked_int, require
 from ...stage.worker import MAX_SESSIONS
 from ..demo import demo_weights

@@ -9,8 +9,8 @@ from typing import ParamSpec, TypeVar
 
 from ...config import WeightBytes
 from ...driver.chain import Progress
-from ...driver.drafters import Draft
 from ...driver.pipeline import Pipeline
+from ...driver.speculation.drafters import Draft
 from ...errors import AdmissionError, StageError
 from .figures import Figures, Prefill
 from .probes import PROMPT, decode, hold, hop_times, prefill, roll_back, speculate

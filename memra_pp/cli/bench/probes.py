@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ...config import WeightBytes, stage_layers
-from ...driver.drafters import Draft
 from ...driver.pipeline import Pipeline
 from ...driver.sampling import SamplingParams
+from ...driver.speculation.drafters import Draft
 from ...errors import AdmissionError
 from .figures import Decode, Held, Hop, Prefill, Rollback, Speculation, Stage, StageTime
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ..cache.sizing import Recurrent
-from ..errors import InputError, checked_int, require
+from ...cache.sizing import Recurrent
+from ...errors import InputError, checked_int, require
 
 MAX_DRAFTS = 256
 

@@ -14,9 +14,9 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import ConfigError
-from ..stage.listener import KEY_BYTES
-from .janitor import janitor
+from ...errors import ConfigError
+from ...stage.listener import KEY_BYTES
+from ..launch.janitor import janitor
 
 PRIVATE = 0o700
 _NAME = re.compile(r"([1-9]\d{0,9})-([1-9]\d{0,9})", re.ASCII)

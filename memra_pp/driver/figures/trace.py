@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import StageError
-from ..stage.spans import COMPUTE, FIELDS, KINDS, RECV, SEND
+from ...errors import StageError
+from ...stage.spans import COMPUTE, FIELDS, KINDS, RECV, SEND
 
 Spans = NDArray[np.int64]
 """`[n, 6]`, in the order of `stage.spans.FIELDS`."""

@@ -11,9 +11,9 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from ..errors import ConfigError
-from ..kernels.devices import kind_of
-from ..stage.actor import Place
+from ...errors import ConfigError
+from ...kernels.devices import kind_of
+from ...stage.actor import Place
 
 POLL_S = 0.02
 

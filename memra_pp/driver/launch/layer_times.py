@@ -14,14 +14,14 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
-from ..admission import WorkTimes
-from ..cache import Cache, KvPolicy
-from ..config import ModelConfig, read_weight_bytes
-from ..config.fence import valid_cuts
-from ..errors import ConfigError
-from ..kernels import CpuDev
-from ..models.protocol import Array, Segment, StageModel, StepBatch
-from .chain import Progress
+from ...admission import WorkTimes
+from ...cache import Cache, KvPolicy
+from ...config import ModelConfig, read_weight_bytes
+from ...config.fence import valid_cuts
+from ...errors import ConfigError
+from ...kernels import CpuDev
+from ...models.protocol import Array, Segment, StageModel, StepBatch
+from ..chain import Progress
 
 WorkKind: TypeAlias = Literal["decode", "prefill"]
 

@@ -15,11 +15,11 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ..admission.outcome import Outcome
-from ..errors import ConfigError, LaneError, StageError
-from ..stage.frames import STATS, Entry, Frame
-from ..stage.lanes import Lane
-from ..stage.listener import Listener, connect
+from ...admission.outcome import Outcome
+from ...errors import ConfigError, LaneError, StageError
+from ...stage.frames import STATS, Entry, Frame
+from ...stage.lanes import Lane
+from ...stage.listener import Listener, connect
 from .registry import Registered, enter, leave
 
 if TYPE_CHECKING:

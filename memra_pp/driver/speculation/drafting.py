@@ -9,13 +9,13 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import ModelConfig
-from ..kernels.cpu import available_bytes
+from ...config import ModelConfig
+from ...kernels.cpu import available_bytes
 from .drafters import CallableDrafter, Draft, Drafter, NgramDrafter
 from .model_drafter import ModelDrafter
 
 if TYPE_CHECKING:
-    from .pipeline import Pipeline
+    from ..pipeline import Pipeline
 
 DRAFTERS_PART = 8
 """A drafting model's sessions may take this part, an eighth, of the memory that is free when it is loaded."""
@@ -51,7 +51,7 @@ class Drafting:
             pipe.close()
 
     def _model(self, by: str | PathLike[str]) -> Pipeline:
-        from .launch import launch, model_path
+        from ..launch.launch import launch, model_path
 
         model = model_path(by)
         with self._lock:

@@ -18,8 +18,8 @@ from pathlib import Path
 import ray
 from ray._private import ray_constants
 
-from ..errors import StageError
-from ..stage.listener import KEY_BYTES
+from ...errors import StageError
+from ...stage.listener import KEY_BYTES
 from .cleaner import HOME, started_in
 from .janitor import janitor
 

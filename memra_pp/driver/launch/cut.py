@@ -9,18 +9,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from ..admission import Device, SessionShape, WorkTimes, best_fence, fence_by_time
-from ..admission.planner import Setup
-from ..cache import KvPolicy
-from ..config import ModelConfig, WeightBytes, estimate_weight_bytes, read_weight_bytes
-from ..config.fence import Fence, even_fence, fence_from_cuts, fence_from_env
-from ..errors import ConfigError
-from ..models.parts import Forward, head_tensor
-from ..models.protocol import StageModel
-from ..models.weights import open_weights
-from ..stage.spec import StageSpec
-from ..stage.worker import RESERVE_BYTES
-from .chain import Progress
+from ...admission import Device, SessionShape, WorkTimes, best_fence, fence_by_time
+from ...admission.planner import Setup
+from ...cache import KvPolicy
+from ...config import ModelConfig, WeightBytes, estimate_weight_bytes, read_weight_bytes
+from ...config.fence import Fence, even_fence, fence_from_cuts, fence_from_env
+from ...errors import ConfigError
+from ...models.parts import Forward, head_tensor
+from ...models.protocol import StageModel
+from ...models.weights import open_weights
+from ...stage.spec import StageSpec
+from ...stage.worker import RESERVE_BYTES
+from ..chain import Progress
 from .layer_times import WorkKind, measure_layers
 
 log = logging.getLogger(__name__)

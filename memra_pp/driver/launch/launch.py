@@ -11,26 +11,26 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ..admission import Admission, CostModel, Ledger
-from ..cache import PRIME_CHUNK_MAX_TOKENS, KvPolicy
-from ..cache.formats import resolved
-from ..config import ModelConfig
-from ..config.fence import nearest_even_fence
-from ..errors import ConfigError, checked_int, require
-from ..kernels.devices import free_bytes, kind_of, require_gpus
-from ..models import stage_model_for
-from ..models.protocol import StageModel
-from ..stage.spec import StageSpec, threads_each
-from ..stage.worker import StageWorker
-from .chain import Chain, LocalChain, Progress
+from ...admission import Admission, CostModel, Ledger
+from ...cache import PRIME_CHUNK_MAX_TOKENS, KvPolicy
+from ...cache.formats import resolved
+from ...config import ModelConfig
+from ...config.fence import nearest_even_fence
+from ...errors import ConfigError, checked_int, require
+from ...kernels.devices import free_bytes, kind_of, require_gpus
+from ...models import stage_model_for
+from ...models.protocol import StageModel
+from ...stage.spec import StageSpec, threads_each
+from ...stage.worker import StageWorker
+from ..chain import Chain, LocalChain, Progress
+from ..figures.report import Report
+from ..figures.status import open_door
+from ..figures.watcher import Watcher
+from ..heart import DEATH_S
+from ..lane_chain import Recovery
+from ..pipeline import Pipeline
 from .cut import Refence, cut_by_time, fence_by_budgets, fence_by_memory, fence_for, refenced
-from .heart import DEATH_S
-from .lane_chain import Recovery
 from .layer_times import WorkKind
-from .pipeline import Pipeline
-from .report import Report
-from .status import open_door
-from .watcher import Watcher
 
 STEP_S = 300.0
 DEFAULT_MAX_NEW_TOKENS = 512
@@ -179,7 +179,7 @@ def _chain(
 ) -> Chain:
     match backend:
         case "ray":
-            from .launch_ray import launch_ray
+            from .ray_stages import launch_ray
 
             return launch_ray(specs, model, by_memory, recovery, placement_s, progress)
         case "local":
@@ -194,7 +194,7 @@ def _watchers(backend: str, model: Path, report: Report) -> list[Watcher]:
     name = f"{os.getpid()}-{next(_numbers)}"
     watchers: list[Watcher] = [*open_door(name, report, {"model": str(model), "backend": backend})]
     if backend == "ray":
-        from .metrics_ray import exporters
+        from ..figures.metrics_ray import exporters
 
         watchers += exporters(f"{model.stem}-{name}", report)
     return watchers

@@ -16,19 +16,19 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from ..admission import Device, pooled
-from ..errors import ConfigError, LaneError, MemraError, StageError
-from ..kernels.devices import require_gpus
-from ..models.protocol import StageModel
-from ..stage.actor import Place, StageActor, kill_process, node_ip
-from ..stage.lanes import Lane
-from ..stage.listener import KEY_BYTES, Listener, connect
-from ..stage.spec import StageSpec
-from .chain import Progress
+from ...admission import Device, pooled
+from ...errors import ConfigError, LaneError, MemraError, StageError
+from ...kernels.devices import require_gpus
+from ...models.protocol import StageModel
+from ...stage.actor import Place, StageActor, kill_process, node_ip
+from ...stage.lanes import Lane
+from ...stage.listener import KEY_BYTES, Listener, connect
+from ...stage.spec import StageSpec
+from ..chain import Progress
+from ..lane_chain import Ends, LaneChain, Recovery
 from .cut import Refence, refenced
-from .lane_chain import Ends, LaneChain, Recovery
-from .launch_ray_placement import Placement
-from .launch_ray_runtime import STOP_S, deferred_signals, private_dir, remove_dir, runtime, wait_for_exit
+from .ray_placement import Placement
+from .ray_runtime import STOP_S, deferred_signals, private_dir, remove_dir, runtime, wait_for_exit
 
 START_S = 120.0
 LOAD_S = 900.0

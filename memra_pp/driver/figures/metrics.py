@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ..errors import StageError
+from ...errors import StageError
 from .report import Report
 
 log = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
-from ..config import KvPlan
-from .chain import Chain
-from .door import Door
-from .opener import Opener
-from .scheduler import Scheduler
+from ...config import KvPlan
+from ..chain import Chain
+from ..door import Door
+from ..opener import Opener
+from ..scheduler import Scheduler
 
 
 class Report:

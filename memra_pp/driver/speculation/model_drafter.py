@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..config import ModelConfig
-from ..errors import AdmissionError, ConfigError
+from ...config import ModelConfig
+from ...errors import AdmissionError, ConfigError
 
 if TYPE_CHECKING:
-    from .calls import SessionSnapshot
-    from .pipeline import Pipeline
-    from .session import Session
+    from ..calls import SessionSnapshot
+    from ..pipeline import Pipeline
+    from ..session import Session
 
 
 class ModelDrafter:

@@ -146,7 +146,7 @@ def test_more_stages_than_the_cluster_has_cpus(cluster: None, tiny: Path) -> Non
     import ray
 
     with memra_pp.launch(tiny, stages=6), pytest.raises(ConfigError, match="CPU"):
-        memra_pp.launch(tiny, stages=6)
+        memra_pp.launch(tiny, stages=6, placement_timeout=1)
     assert ray.is_initialized()
 
 
@@ -209,6 +209,7 @@ print(ray.is_initialized())
     assert ray_on == "False"
 
 
+@pytest.mark.cluster  # five times Ray
 def test_a_process_may_launch_again_with_its_own_ray_between(tiny: Path) -> None:
     tmp = Path("/tmp") / f"m{uuid.uuid4().hex[:8]}"
     tmp.mkdir()
@@ -233,7 +234,7 @@ print("done")
     assert said.splitlines()[-1] == "done"
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.cluster)])
 def test_a_driver_that_is_killed_leaves_no_process_and_no_file(tiny: Path, how: signal.Signals) -> None:
     tmp, mark = Path("/tmp") / f"m{uuid.uuid4().hex[:8]}", uuid.uuid4().hex
     tmp.mkdir()

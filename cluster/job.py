@@ -8,7 +8,8 @@ if the prompt was one, or an `error`. It is on the disk before the next prompt i
 on behind what is answered. Out of a queue, `prompts: queue:NAME`, come the same objects, until None.
 
 A file is read through before anything is loaded, and a line of it that is no prompt is an error of the job, which does not
-begin. What comes out of a queue and is no prompt is answered with an `error`, and the job goes on.
+begin. What comes out of a queue and is no prompt, or has an id that was there before, is answered with an `error`, and the job
+goes on. Without an id, the Nth that came out of it is `#N`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +39,10 @@ END = object()
 class Run:
     """A job under way: some tasks take prompts, one after the other, and write answers."""
 
-    def __init__(self, job: Job, pipe: aio.Pipeline, prompts: Iterator[Prompt | None], answers: Log) -> None:
-        self._job, self._pipe, self._prompts, self._answers = job, pipe, prompts, answers
-        self._done = {str(line.get("id")) for line in answers.lines}
+    def __init__(
+        self, job: Job, pipe: aio.Pipeline, prompts: Iterator[Prompt | None], answered: Set[str], answers: Log
+    ) -> None:
+        self._job, self._pipe, self._prompts, self._done, self._answers = job, pipe, prompts, answered, answers
         self._taking = asyncio.Lock()
         self._started = time.monotonic()
         self.answered = self.tokens = 0
@@ -65,10 +67,19 @@ class Run:
 
     async def _next(self) -> Prompt | None:
         async with self._taking:
-            while (prompt := await asyncio.to_thread(next, self._prompts, END)) is not END:
+            while (prompt := await self._taken()) is not END:
                 if prompt is not None and prompt.id not in self._done:
                     return prompt
         return None
+
+    async def _taken(self) -> Any:
+        """What the iterator gives, or END. A task that is cancelled waits for it: what has left a queue is written down."""
+        step = asyncio.ensure_future(asyncio.to_thread(next, self._prompts, END))
+        try:
+            return await asyncio.shield(step)
+        except asyncio.CancelledError:
+            await asyncio.wait([step])
+            raise
 
     async def _answer(self, prompt: Prompt) -> dict[str, Any]:
         """The answer, or why this prompt can have none."""
@@ -76,16 +87,21 @@ class Run:
             return {"error": prompt.problem}
         try:
             tokenizer = self._pipe.tokenizer if isinstance(prompt.prompt, str) else None
+        except ConfigError as error:
+            return {"error": str(error)}
+        tokens: list[int] | None = None
+        try:
             ask = self._pipe.sync.ask(prompt.max_new_tokens or self._job.max_new_tokens, self._job.sampling, self._job.draft)
             ids = prompt.prompt if tokenizer is None else tokenizer.encode(prompt.prompt)
             async with self._pipe.open(ids, timeout=OPEN_S, **ask.options()) as session:
                 tokens = [token async for token in session.generate(*ask)]
-        except (ConfigError, InputError, AdmissionError) as error:
+        except (InputError, AdmissionError) as error:
             return {"error": str(error)}
         except StageError as error:
             if self._pipe.health()["state"] in ("failed", "closed"):
                 raise
-            return {"error": str(error)}
+            if tokens is None:  # else it was the close that failed
+                return {"error": str(error)}
         self.tokens += len(tokens)
         return {"tokens": tokens} | ({} if tokenizer is None else {"text": tokenizer.decode(tokens)})
 
@@ -123,7 +139,9 @@ async def run(job: Job) -> None:
     try:
         async with aio.launch(job.model, progress=_progress, **job.launch) as pipe:
             named = job.prompts.removeprefix(QUEUE)
-            under_way = Run(job, pipe, file_prompts(Path(named)) if taken is None else queue_prompts(named, taken), answers)
+            answered = {str(line.get("id")) for line in answers.lines}
+            prompts = file_prompts(Path(named)) if taken is None else queue_prompts(named, taken, answered)
+            under_way = Run(job, pipe, prompts, answered, answers)
             try:
                 await under_way.run()
             finally:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -17,6 +19,7 @@ from memra_pp.errors import ConfigError
 MAX_LINE_BYTES = 64 << 20
 NAMESPACE = "memra_pp"
 POLL_S = 1.0
+NOTHING = object()
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ def file_prompts(path: Path) -> Iterator[Prompt]:
     """
     seen: set[str] = set()
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"prompts {path} is no regular file: it is read twice, once to be checked")
         with path.open("rb") as file:
             for number, line in enumerate(iter(partial(file.readline, MAX_LINE_BYTES), b""), 1):
                 where = f"{path}:{number}"
@@ -83,7 +88,7 @@ def file_prompts(path: Path) -> Iterator[Prompt]:
                 if not line.strip():
                     continue
                 item = _object(line, where) if line.startswith(b"{") else {"prompt": _text(line, where)}
-                prompt = _prompt(item, number, where)
+                prompt = _prompt(item, str(number), where)
                 if prompt.id in seen:
                     raise ConfigError(f"{where}: id {prompt.id!r:.80} was there before: give each prompt its own")
                 seen.add(prompt.id)
@@ -94,54 +99,72 @@ def file_prompts(path: Path) -> Iterator[Prompt]:
         ) from error
 
 
-def queue_prompts(name: str, taken: Log) -> Iterator[Prompt | None]:
+def queue_prompts(name: str, taken: Log, answered: Set[str]) -> Iterator[Prompt | None]:
     """The prompts of a queue of the cluster, until None comes out of it; first what an earlier job took and wrote to `taken`.
-    None of this iterator says that there is none at the moment. What is no prompt comes with its `problem`: who puts nonsense
-    in a queue does not end a job that serves others.
+    None of this iterator says that there is none at the moment. What is no prompt, or has an id that is `answered` or was taken
+    before, comes with its `problem`: who puts nonsense in a queue does not end a job that serves others.
     """
     from ray.util.queue import Empty, Queue
 
     options = {"name": name, "namespace": NAMESPACE, "get_if_exists": True, "lifetime": "detached", "num_cpus": 0}
-    queue, count = Queue(actor_options=options), 0
-    for item in taken.lines:
-        count += 1
-        yield _queued(item, count, name)
-    while True:
-        try:
-            item = queue.get(timeout=POLL_S)
-        except Empty:
+    queue, known = Queue(actor_options=options), set(answered)
+    for line in taken.lines:
+        prompt = _retaken(line, name)
+        known.add(prompt.id)
+        yield prompt
+    for number in count(len(taken.lines) + 1):
+        while (item := _polled(queue, Empty)) is NOTHING:
             yield None
-            continue
         if item is None:
             return
-        count += 1
-        prompt = _queued(item, count, name)
-        taken.add({"id": prompt.id, "problem": prompt.problem} if prompt.problem else item)
+        prompt = _queued(item, number, name, known)
+        known.add(prompt.id)
+        taken.add({"id": prompt.id, "problem": prompt.problem} if prompt.problem else {"id": prompt.id, "item": item})
         yield prompt
 
 
-def _queued(item: Any, number: int, name: str) -> Prompt:
-    """An item of a queue, of any process and so of any type, or of the log of those that were taken."""
-    fallback = str(item.get("id", number)) if isinstance(item, dict) else str(number)
-    if isinstance(item, dict) and "problem" in item:
-        return Prompt(fallback, "", problem=str(item["problem"]))
+def _polled(queue: Any, empty: type[Exception]) -> Any:
     try:
-        prompt = _prompt(item, number, f"queue {name}, prompt {number}")
+        return queue.get(timeout=POLL_S)
+    except empty:
+        return NOTHING
+
+
+def _queued(item: Any, number: int, name: str, known: Set[str]) -> Prompt:
+    """An item of a queue, of any process and so of any type."""
+    own = f"#{number}"
+    given = _id(item, own)
+    if given in known:
+        return Prompt(own, "", problem=f"id {given!r:.80} was there before: give each prompt its own")
+    try:
         json.dumps(item)
-        return prompt
-    except (ConfigError, TypeError, ValueError) as error:
-        return Prompt(fallback, "", problem=str(error))
+        return _prompt(item, own, f"queue {name}, prompt {number}")
+    except (ConfigError, TypeError, ValueError, RecursionError) as error:
+        return Prompt(given, "", problem=str(error))
 
 
-def _prompt(item: Any, number: int, where: str) -> Prompt:
+def _retaken(line: dict[str, Any], name: str) -> Prompt:
+    """What was taken before. Raises ConfigError if the log is not one of a queue."""
+    if "problem" in line:
+        return Prompt(str(line.get("id")), "", problem=str(line["problem"]))
+    return replace(_prompt(line.get("item"), "", f"what was taken of queue {name}"), id=str(line.get("id")))
+
+
+def _prompt(item: Any, own: str, where: str) -> Prompt:
+    """The prompt that an object is; its id is `own` if it has none."""
     if not isinstance(item, dict):
         raise ConfigError(f"{where}: {item!r:.80} is no prompt: it must be an object with prompt or tokens")
     text, tokens, most = item.get("prompt"), item.get("tokens"), item.get("max_new_tokens")
     if isinstance(text, str) == isinstance(tokens, list):
-        raise ConfigError(f"{where}: a prompt has either a text `prompt` or a list `tokens`, not {sorted(item)}")
+        raise ConfigError(f"{where}: a prompt has either a text `prompt` or a list `tokens`, not {[*map(str, item)][:8]}")
     if most is not None and (type(most) is not int or most < 1):
         raise ConfigError(f"{where}: max_new_tokens is {most!r:.80}: it must be a whole number from 1")
-    return Prompt(str(item.get("id", number)), text if isinstance(text, str) else tokens, most)
+    return Prompt(_id(item, own), text if isinstance(text, str) else tokens, most)
+
+
+def _id(item: Any, own: str) -> str:
+    given = item.get("id") if isinstance(item, dict) else None
+    return own if given is None else str(given)
 
 
 def _object(line: bytes, where: str) -> dict[str, Any]:

@@ -108,8 +108,8 @@ def misread(request: Request, error: RequestValidationError) -> JSONResponse:
     """Which value was wrong, and what is allowed."""
     where, given = error.errors()[0]["loc"][:2], error.body
     if len(where) < 2 or not isinstance(given, dict):
-        kind = request.headers.get("content-type", "none")
-        hint = "" if kind.startswith("application/json") else f"; its Content-Type is {kind:.80}, not application/json"
+        kind = request.headers.get("content-type", "missing").lower()
+        hint = "" if "json" in kind else f"; its Content-Type is {kind:.80}, where application/json belongs"
         return refusal(400, f"the body is not a JSON object: {error.errors()[0]['msg']}{hint}")
     allowed = "; or: ".join(dict.fromkeys(e["msg"] for e in error.errors() if e["loc"][:2] == where))
     return refusal(400, f"{where[1]}={given.get(where[1])!r:.80}: {allowed}. Known are {', '.join(Ask.model_fields)}")
@@ -117,9 +117,13 @@ def misread(request: Request, error: RequestValidationError) -> JSONResponse:
 
 @app.exception_handler(HTTPException)
 def elsewhere(request: Request, error: HTTPException) -> JSONResponse:
-    """No such path, or no such method of it."""
-    said = f"{request.method} {request.url.path:.80}: {error.detail}. This server has POST /v1/completions, and GET "
-    return refusal(error.status_code, f"{said}/v1/models, /health and /stats", "unknown_url")
+    """No such path, or no such method of it; or a body that cannot be read."""
+    said, code = f"{request.method} {request.url.path:.80}: {error.detail}", None
+    if error.status_code in (404, 405):
+        said, code = f"{said}. This server has POST /v1/completions, and GET /v1/models, /health and /stats", "unknown_url"
+    answer = refusal(error.status_code, said, code)
+    answer.headers.update(error.headers or {})
+    return answer
 
 
 class Piece(NamedTuple):
@@ -290,7 +294,7 @@ class Server:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="An OpenAI-compatible server over a pipeline of stages.")
     parser.add_argument("--model", type=Path, required=True, help="a GGUF file, or a directory with its tokenizer.model")
-    parser.add_argument("--stages", type=int, help="how many stages to cut it into, evenly (default: 1)")
+    parser.add_argument("--stages", type=int, help="how many stages to cut it into, evenly (default: 1, or MEMRA_PP_STAGES)")
     parser.add_argument("--cuts", type=cuts, help="or the first layer of each stage after the first, such as 5,11")
     parser.add_argument("--max-ctx", type=int, help="longest context of a session, in tokens")
     parser.add_argument("--budget", type=int, help="bytes that a stage's caches may take")
@@ -301,22 +305,23 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def check(args: argparse.Namespace) -> int:
-    """The number of stages. A model that cannot be run, cut so or served as text is refused before anything is started."""
+def check(args: argparse.Namespace) -> Sequence[int]:
+    """Where the model is cut. A model that cannot be run, cut so or served as text is refused before anything is started."""
     cfg = memra_pp.ModelConfig.from_path(args.model)
     fence = fence_for(cfg, args.stages, args.cuts)
     stage_model_for(cfg)
     load_tokenizer(args.model)
-    return len(fence) - 1
+    return fence
 
 
 def main() -> None:
     args = options()
     try:
-        model, stages = model_path(args.model), check(args)
+        model, fence = model_path(args.model), check(args)
     except MemraError as error:
         sys.exit(f"serve: error: {error}")
-    launch = {"model": model, "cuts": args.cuts, "stages": stages}
+    stages = len(fence) - 1
+    launch = {"model": model, "cuts": list(fence[1:-1])}
     launch |= {"max_ctx": args.max_ctx, "budget_bytes": args.budget}
     name = model.name.removesuffix(".gguf")
     ray.init("local", num_cpus=max(stages + 1, os.cpu_count() or 1), include_dashboard=False)

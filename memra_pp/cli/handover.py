@@ -10,10 +10,9 @@ from typing import Any
 
 from ..driver.sampling import SamplingParams
 from ..driver.session import Session
-from ..models import load_tokenizer
 from .demo import demo_weights
 from .run import emit, launched, require_writable
-from .words import Decoder, decoding, read_words
+from .words import Decoder, decoding, read_words, tokenizer_of
 
 
 def export(args: argparse.Namespace) -> None:
@@ -33,7 +32,7 @@ def export(args: argparse.Namespace) -> None:
 def import_(args: argparse.Namespace) -> None:
     """Continues the text of an exported session."""
     model = demo_weights() if args.model is None else Path(args.model)
-    decoder, greedy = decoding(None if args.ids else load_tokenizer(model))
+    decoder, greedy = decoding(None if args.ids else tokenizer_of(model, "--ids"))
     with launched(model, args) as (pipe, _), pipe.import_session(args.file) as session:
         report = _continued(session, decoder, greedy, args)
     _say(report, f"{len(report['tokens'])} tokens, {report['rows']} rows", args)

@@ -12,8 +12,8 @@ from .table import columns, human
 BAR_WIDTH = 10
 
 Answer = Mapping[str, Any]
-"""What `driver.status.ask` gives: `health` is None where the driver does not answer, `stats` where its stages do not; then
-`why` says why."""
+"""What `driver.figures.status.ask` gives: `health` is None where the driver does not answer, `stats` where its stages do not;
+then `why` says why."""
 
 
 def listed(answers: Sequence[Answer]) -> list[str]:

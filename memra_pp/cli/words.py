@@ -12,7 +12,7 @@ from ..driver.launch.cut import fence_for
 from ..driver.launch.launch import model_path
 from ..driver.sampling import SamplingParams
 from ..driver.tokens import checked_prompt
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from ..models import load_tokenizer, stage_model_for
 from ..models.tokenizer import Tokenizer
 
@@ -61,8 +61,16 @@ def read_words(model: Path, args: argparse.Namespace) -> Words:
     if args.tokens is not None:
         ids = checked_prompt(args.tokens, cfg.n_vocab, max_ctx)
         return Words(ids, " ".join(map(str, ids)), *decoding(None))
-    tokenizer = load_tokenizer(model)
+    tokenizer = tokenizer_of(model, "--tokens")
     return Words(checked_prompt(tokenizer.encode(args.prompt), cfg.n_vocab, max_ctx), args.prompt, *decoding(tokenizer))
+
+
+def tokenizer_of(model: Path, option: str) -> Tokenizer:
+    """A model's tokenizer. Raises ConfigError, which names the option that does without, if there is none that can be read."""
+    try:
+        return load_tokenizer(model)
+    except ConfigError as error:
+        raise ConfigError(f"{error} ({option})") from error
 
 
 def decoding(tokenizer: Tokenizer | None) -> tuple[Decoder, SamplingParams]:

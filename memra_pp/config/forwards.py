@@ -19,7 +19,12 @@ REFERENCE_FORWARDS: Mapping[str, str] = {
 
 
 def has_reference_forward(cfg: ModelConfig) -> bool:
-    """Whether there is one for the architecture, and no layer is a mixture of experts."""
+    """Whether there is one for the architecture, and no layer is a mixture of experts. What else a config may ask for that is
+    not computed, `memra_pp.models.stage_model_for` says.
+
+    Raises:
+        ConfigError: a field that says so is bad.
+    """
     return cfg.arch in REFERENCE_FORWARDS and first_sparse(Fields(cfg.arch, cfg.hparams, "the config"), cfg.n_trunk) is None
 
 
@@ -29,6 +34,6 @@ def first_sparse(f: Fields, n_trunk: int) -> int | None:
     Raises:
         ConfigError: a field that says so is bad.
     """
-    if "num_experts" not in f.raw:
+    if not f.given("num_experts"):
         return None
     return next((il for il in range(n_trunk) if is_sparse(f, il)), None)

@@ -141,7 +141,7 @@ def load_tokenizer(path: str | PathLike[str]) -> Tokenizer:
     if not file.is_file():
         raise ConfigError(
             f"{path}: no tokenizer found; supported are a .gguf file with tokenizer.ggml.model=llama and a directory "
-            f"with a SentencePiece tokenizer.model; pass token ids instead (--tokens)"
+            f"with a SentencePiece tokenizer.model; pass token ids instead"
         )
     return Tokenizer(_from_model(file))
 
@@ -151,7 +151,7 @@ def _from_gguf(path: Path) -> Vocabulary:
     kind = meta.get("tokenizer.ggml.model")
     if kind != "llama":
         raise ConfigError(
-            f"{path}: tokenizer.ggml.model={show(kind)}; only llama (SentencePiece) is read; pass token ids instead (--tokens)"
+            f"{path}: tokenizer.ggml.model={show(kind)}; only llama (SentencePiece) is read; pass token ids instead"
         )
     tokens, scores, types = (_array(path, meta, name) for name in ("tokens", "scores", "token_type"))
     n = len(tokens)
@@ -193,7 +193,7 @@ def _from_model(path: Path) -> Vocabulary:
         raise ConfigError(f"{path}: not a SentencePiece model ({e}); fetch the file again") from e
     trainer = proto.trainer_spec
     if trainer.model_type != trainer.BPE or not proto.pieces:
-        raise ConfigError(f"{path}: not a SentencePiece model of type BPE; pass token ids instead (--tokens)")
+        raise ConfigError(f"{path}: not a SentencePiece model of type BPE; pass token ids instead")
     pieces, types = [p.piece for p in proto.pieces], [p.type for p in proto.pieces]
     return Vocabulary(
         source=path,

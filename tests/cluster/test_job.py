@@ -119,7 +119,7 @@ def test_prompts_come_from_a_queue_and_what_was_taken_is_not_lost(
     from ray.util.queue import Queue
 
     answers = write_job(tmp_path, hybrid, "queue:asked", concurrency=3)
-    taken = {"id": "p0", "tokens": [5, 6, 0]}  # by a job that was killed before it had answered
+    taken = {"id": "p0", "item": {"id": "p0", "tokens": [5, 6, 0]}}  # by a job that was killed before it had answered
     answers.with_name("answers.jsonl.taken").write_text(json.dumps(taken) + "\n")
     ray.init(address=head[0].address, namespace="memra_pp", log_to_driver=False)
     try:

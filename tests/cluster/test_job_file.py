@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
+import threading
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -180,22 +183,57 @@ def test_all_that_can_be_known_is_checked_before_a_job_loads_anything(
 
 
 def test_what_is_no_prompt_of_a_queue_is_told_and_keeps_its_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    items = deque(
-        [{"tokens": [5]}, "text", {"tokens": {5}}, {"prompt": "a", "more": object()}, {"id": "x"}, {"prompt": "b"}, None]
-    )
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    asked = [
+        ("#1", False, {"tokens": [5], "id": None}),
+        ("#2", True, "text"),
+        ("#3", True, {"tokens": {5}}),
+        ("#4", True, {"prompt": "a", "more": object()}),
+        ("x", True, {"id": "x", 3: 4}),
+        ("#6", True, {"prompt": "a", "id": "x"}),
+        ("#7", True, {"prompt": "a", "id": 2}),
+        ("8", False, {"prompt": "a", "id": 8, "problem": "2 + 2"}),
+        ("#9", True, {"prompt": "a", "deep": deep}),
+        ("#10", False, {"prompt": "b"}),
+    ]
+    items = deque([*(item for *_, item in asked), None])
     monkeypatch.setattr("ray.util.queue.Queue", lambda **_: SimpleNamespace(get=lambda timeout: items.popleft()))
     log = Log(tmp_path / "taken")
-    found = [prompt for prompt in queue_prompts("asked", log) if prompt]
+    found = [prompt for prompt in queue_prompts("asked", log, {"2"}) if prompt]
     log.close()
-    assert [(prompt.id, bool(prompt.problem)) for prompt in found] == [
-        ("1", False),
-        ("2", True),
-        ("3", True),
-        ("4", True),
-        ("x", True),
-        ("6", False),
-    ]
-    items.append(None)
+    assert [(prompt.id, bool(prompt.problem)) for prompt in found] == [(name, bad) for name, bad, _ in asked]
+    items += [{"prompt": "c"}, {"prompt": "c", "id": "8"}, None]
     again = Log(tmp_path / "taken")
-    assert [prompt for prompt in queue_prompts("asked", again) if prompt] == found
+    *before, fresh, repeated = [prompt for prompt in queue_prompts("asked", again, {"2"}) if prompt]
     again.close()
+    assert before == found and (fresh.id, repeated.id) == ("#11", "#12") and "was there before" in repeated.problem
+
+
+def test_a_prompt_that_leaves_a_queue_while_the_job_is_ended_is_written_down(
+    monkeypatch: pytest.MonkeyPatch, hybrid: Path, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "cluster")
+    run = importlib.import_module("job").Run
+    polled, may_go = threading.Event(), threading.Event()
+
+    def prompts() -> Iterator[Prompt]:
+        polled.set()
+        may_go.wait(60)
+        taken.append("written")
+        yield Prompt("a", [1])
+
+    async def ended_meanwhile() -> None:
+        loop = asyncio.get_running_loop()
+        job = Job(str(hybrid), "queue:x", tmp_path / "answers", concurrency=2)
+        running = asyncio.create_task(run(job, None, prompts(), set(), None).run())
+        await asyncio.to_thread(polled.wait, 60)
+        running.cancel()
+        loop.call_later(0.05, may_go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert taken == ["written"]
+
+    taken: list[str] = []
+    asyncio.run(ended_meanwhile())

@@ -252,10 +252,14 @@ def test_another_path_or_content_type_is_told_what_there_is(server: Running) -> 
     assert status == 404 and "POST /v1/completions" in answer["error"]["message"]
     status, answer = server.get("/v1/completions")
     assert status == 405 and "GET /v1/completions: Method Not Allowed" in answer["error"]["message"]
+    latin = urllib.request.Request(f"{server.url}/v1/completions", b'{"a": "\xe9"}', {"Content-Type": "application/json"})
+    with pytest.raises(urllib.error.HTTPError) as unread:
+        urllib.request.urlopen(latin, timeout=60)
+    assert unread.value.code == 400 and json.load(unread.value)["error"]["code"] is None
     asked = urllib.request.Request(f"{server.url}/v1/completions", b"{}", {"Content-Type": "application/x-www-form-urlencoded"})
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(asked, timeout=60)
-    assert "not application/json" in json.load(refused.value)["error"]["message"]
+    assert "where application/json belongs" in json.load(refused.value)["error"]["message"]
 
 
 def test_models_and_health(server: Running) -> None:

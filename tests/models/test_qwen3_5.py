@@ -404,3 +404,5 @@ def test_experts_are_refused_only_where_a_layer_has_them_and_before_anything_is_
     assert stage_model_for(ModelConfig.from_hf(dense)) is Qwen35 and has_reference_forward(ModelConfig.from_hf(dense))
     (base / "config.json").write_text(json.dumps(dense))
     Qwen35.load(base, range(1), CpuDev())
+    (base / "config.json").write_text(json.dumps(BASE | {"num_experts": None}))
+    assert stage_model_for(ModelConfig.from_path(base)) is Qwen35

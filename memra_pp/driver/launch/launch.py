@@ -233,10 +233,9 @@ def model_path(model: str | PathLike[str]) -> Path:
 
 def _checked(model: type[StageModel]) -> type[StageModel]:
     missing = [name for name in ("load", "workspace_bytes", "forward") if not callable(getattr(model, name, None))]
-    if missing:
-        raise ConfigError(
-            f"stage_model={model!r:.80} has no {', no '.join(missing)}: pass a class, as memra_pp.models.StageModel says"
-        )
+    if missing or not isinstance(model, type):
+        what = f"has no {', no '.join(missing)}" if missing else "is no class"
+        raise ConfigError(f"stage_model={model!r:.80} {what}: pass a class, as memra_pp.models.StageModel says")
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from fractions import Fraction
@@ -62,9 +62,15 @@ class WeightBytes:
         return replace(self, layers=layers, embedding=embedding, head=matrix + end, head_matrix=matrix, source=source)
 
 
-def read_weight_bytes(path: str | PathLike[str], cfg: ModelConfig) -> WeightBytes:
+Kept: TypeAlias = Callable[[str, Sequence[int]], int]
+"""Bytes that a tensor of a type (`BF16`, `Q8_0`, ...) and a shape takes once it is loaded."""
+
+
+def read_weight_bytes(path: str | PathLike[str], cfg: ModelConfig, kept: Kept | None = None) -> WeightBytes:
     """The bytes of the checkpoint at `path`, whose config is `cfg`: a GGUF file, a directory with `*.safetensors`, one such
     file, or a `config.json` (the files beside it count). Without tensor files: the estimate. Only headers are read.
+
+    With `kept`, the bytes that the tensors take once they are loaded; tensor files are needed then.
 
     Vision and audio towers are not counted, nor are MTP blocks that `cfg` leaves out, nor an output matrix beside a config
     that ties it. A tensor that is not recognised counts for the first stage, and `source` says how many there were.
@@ -77,10 +83,12 @@ def read_weight_bytes(path: str | PathLike[str], cfg: ModelConfig) -> WeightByte
     if not path.exists():
         raise ConfigError(f"{path}: does not exist; give a .gguf file, a checkpoint's directory or a config.json")
     if path.suffix == ".gguf":
-        return _of_gguf(path, cfg)
+        return _of_gguf(path, cfg, kept)
     place = path.parent if path.name == "config.json" else path
     if path.suffix == ".safetensors" or (place.is_dir() and any(place.glob("*.safetensors"))):
-        return _of_safetensors(place, cfg)
+        return _of_safetensors(place, cfg, kept)
+    if kept is not None:
+        raise ConfigError(f"{path}: holds no tensor files; give a .gguf file, or a directory with *.safetensors")
     return _estimate(cfg, str(path), f", no tensor files {'in' if path.is_dir() else 'beside'} {path.name or path}")
 
 
@@ -132,22 +140,24 @@ def _large(n: int) -> str:
     return f"{n / 1e9:.1f} B" if n >= 10**9 else f"{n / 1e6:.1f} M"
 
 
-def _of_gguf(path: Path, cfg: ModelConfig) -> WeightBytes:
+def _of_gguf(path: Path, cfg: ModelConfig, kept: Kept | None) -> WeightBytes:
     file = open_gguf(path)
     parts = file.metadata.get("split.count", 1)
     if parts not in (0, 1):
         raise ConfigError(f"{path}: one of {show(parts)} parts; merge them first (llama-gguf-split --merge)")
-    return _from_headers(cfg, str(path), _gguf_place, ((t.name, t.nbytes) for t in file.tensors.values()), 1)
+    sizes = [(t.name, t.nbytes if kept is None else kept(t.type_name, t.shape)) for t in file.tensors.values()]
+    return _from_headers(cfg, str(path), _gguf_place, sizes, 1)
 
 
-def _of_safetensors(path: Path, cfg: ModelConfig) -> WeightBytes:
+def _of_safetensors(path: Path, cfg: ModelConfig, kept: Kept | None) -> WeightBytes:
     tensors = open_safetensors(path).values()
     files = {t.file for t in tensors}
     for file in files:
         of = re.search(r"-of-(\d{1,9})$", file.stem)
         if of and int(of[1]) > len(files):
             raise ConfigError(f"{file}: one of {int(of[1])} parts, of which {len(files)} are here; fetch the others")
-    return _from_headers(cfg, str(path), _hf_place, ((t.name, t.nbytes) for t in tensors), len(files))
+    sizes = [(t.name, t.nbytes if kept is None else kept(t.dtype, t.shape)) for t in tensors]
+    return _from_headers(cfg, str(path), _hf_place, sizes, len(files))
 
 
 class _Part(Enum):

@@ -52,12 +52,13 @@ class Backend(ABC):
         """A copy of some rows of `x [rows, width]`."""
 
     @abstractmethod
-    def pack(self, n_out: int, n_in: int, parts: Iterable[NDArray[np.float32]]) -> Matrix:
-        """A matrix `[n_out, n_in]` of f32 parts, one below another."""
+    def pack(self, n_out: int, n_in: int, parts: Iterable[NDArray[Any]]) -> Matrix:
+        """A matrix `[n_out, n_in]` of parts of one dtype, one below another, each `[rows, n_in]` of f32, or of bf16 as its bits
+        in u16, or `[rows, n_in / 32]` of q8_0 blocks (`panels.Q8_0`). Products have the bits of those with its f32 values.
 
-    @abstractmethod
-    def pack_q8_0(self, blocks: NDArray[np.uint8]) -> Matrix:
-        """A matrix of q8_0 blocks, u8 `[n_out, n_in / 32 * 34]`: the products have the bits of its f32 values."""
+        Raises:
+            InputError: the parts are not such, or not `n_out` rows.
+        """
 
     @abstractmethod
     def matmul(self, x: Rows, weights: Matrix) -> Rows:

@@ -9,15 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import ops
-from ._arrays import F32Array, U8Array
+from ._arrays import F32Array
 from .append import append_rows
 from .attention import attend_rows
 from .backend import Backend
 from .batches import KvBatch, StateBatch
 from .delta import conv_silu, delta_gates, delta_scan
 from .heads import split_heads
-from .matmul import Matrix, PackedMatrix, matmul
-from .matmul_q8 import Q8Matrix
+from .matmul import Matrix, matmul, pack
 from .shapes import AttentionSpec, DeltaShape
 from .threads import Threads
 
@@ -43,15 +42,8 @@ class CpuBackend(Backend):
     def take(self, x: F32Array, rows: NDArray[np.int64]) -> F32Array:
         return np.ascontiguousarray(x[rows])
 
-    def pack(self, n_out: int, n_in: int, parts: Iterable[F32Array]) -> PackedMatrix:
-        matrix, row = PackedMatrix.empty(n_out, n_in), 0
-        for part in parts:
-            matrix.fill(row, part, self._threads)
-            row += len(part)
-        return matrix
-
-    def pack_q8_0(self, blocks: U8Array) -> Q8Matrix:
-        return Q8Matrix.pack(blocks, self._threads)
+    def pack(self, n_out: int, n_in: int, parts: Iterable[NDArray[Any]]) -> Matrix:
+        return pack(n_out, n_in, parts, self._threads)
 
     def matmul(self, x: F32Array, weights: Matrix) -> F32Array:
         return matmul(x, weights, self._threads)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InputError
-from ._arrays import U8Array, aligned_zeros
-from .panels import CHAIN, PANEL, Q8_0
+from ._arrays import aligned_zeros
+from .panels import CHAIN, PANEL, Q8_0, lanes_of, panels_of
 from .threads import Threads
+
+Blocks: TypeAlias = NDArray[Any]
+"""Of the dtype `Q8_0`."""
 
 
 class Q8Matrix:
@@ -37,30 +40,50 @@ class Q8Matrix:
         return self.panels.reshape(-1), self.scales.reshape(-1).view(np.uint16)
 
     @classmethod
-    def pack(cls, blocks: U8Array, threads: Threads) -> Q8Matrix:
-        """Packs u8 `blocks [n_out, n_in / 32 * 34]`, a row of weights a row.
+    def empty(cls, n_out: int, n_in: int) -> Q8Matrix:
+        """A matrix of zeros, to be filled piece by piece.
 
         Raises:
-            InputError: `blocks` is empty, or not rows of whole blocks in C order.
+            InputError: `n_out` is less than 1, or `n_in` not one whole block or more.
         """
-        shape = blocks.shape
-        whole = blocks.dtype == np.uint8 and blocks.ndim == 2 and blocks.size and shape[1] % Q8_0.itemsize == 0
-        if not whole or not blocks.flags.c_contiguous:
-            raise InputError(
-                f"blocks are {blocks.dtype} {shape} with strides {blocks.strides}; q8_0 is C-contiguous uint8"
-                f" [n_out, n_in / {CHAIN} * {Q8_0.itemsize}], neither dimension 0"
-            )
-        n_out, n_in = shape[0], shape[1] // Q8_0.itemsize * CHAIN
+        if n_out < 1 or n_in < 1 or n_in % CHAIN:
+            raise InputError(f"Q8Matrix.empty({n_out}, {n_in}): at least 1 output, of a multiple of {CHAIN} inputs")
         count = -(-n_out // PANEL)
         panels = aligned_zeros(count, n_in, PANEL // 4).view(np.int8)
         scales = aligned_zeros(count, n_in // CHAIN, PANEL // 2).view(np.float16)
-        threads.run(_pack, count, 1, blocks.view(Q8_0), panels.reshape(count, -1, CHAIN, PANEL), scales)
         return cls(panels, scales, n_out, n_in)
 
+    @classmethod
+    def pack(cls, blocks: Blocks, threads: Threads) -> Q8Matrix:
+        """Packs blocks, `Q8_0 [n_out, n_in / 32]`.
 
-def _pack(blocks: NDArray[Any], panels: NDArray[np.int8], scales: NDArray[np.float16], lo: int, hi: int) -> None:
-    """Writes panels `[lo, hi)`, which are `[n_in / 32, 32, 64]` each."""
-    for panel in range(lo, hi):
-        rows = blocks[panel * PANEL : (panel + 1) * PANEL]
-        panels[panel, :, :, : len(rows)] = rows["q"].transpose(1, 2, 0)
-        scales[panel, :, : len(rows)] = rows["d"].T
+        Raises:
+            InputError: they are no matrix of blocks.
+        """
+        if blocks.ndim != 2:
+            raise InputError(f"blocks have shape {blocks.shape}; those of a matrix are [n_out, n_in / {CHAIN}]")
+        matrix = cls.empty(len(blocks), blocks.shape[1] * CHAIN)
+        matrix.fill(0, blocks, threads)
+        return matrix
+
+    def fill(self, row0: int, blocks: Blocks, threads: Threads) -> None:
+        """Packs `Q8_0 [r, n_in / 32]` as outputs `[row0, row0 + r)`.
+
+        Raises:
+            InputError: dtype, width or rows do not fit; nothing was written.
+        """
+        width = self.n_in // CHAIN
+        if blocks.dtype != Q8_0 or blocks.ndim != 2 or blocks.shape[1] != width:
+            raise InputError(f"blocks are {blocks.dtype} {blocks.shape}; they must be {Q8_0} [rows, {width}]")
+        first, count = panels_of(row0, len(blocks), self.n_out)
+        threads.run(_fill, count, 1, self.panels.reshape(-1, width, CHAIN, PANEL), self.scales, blocks, row0, first)
+
+
+def _fill(
+    panels: NDArray[np.int8], scales: NDArray[np.float16], blocks: Blocks, row0: int, first: int, lo: int, hi: int
+) -> None:
+    """Writes the `lo`-th to `hi`-th of the panels that `blocks` touch, `[n_in / 32, 32, 64]` each."""
+    for panel in range(first + lo, first + hi):
+        lanes, rows = lanes_of(panel, row0, len(blocks))
+        panels[panel, :, :, lanes] = blocks["q"][rows].transpose(1, 2, 0)
+        scales[panel, :, lanes] = blocks["d"][rows].T

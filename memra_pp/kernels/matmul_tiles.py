@@ -1,8 +1,8 @@
-"""The compiled body of `matmul`: tiles of rows by outputs over panels of weights, f32 or q8_0.
+"""The compiled body of `matmul`: tiles of rows by outputs over panels of weights, f32, bf16 or q8_0.
 
-A panel is 64 outputs, along K: f32 `[depth, 64]`, or i8 `[depth, 64]` with f16 scales `[depth / 32, 64]`. A weight of the
-latter is `d * q`, exact in f32 (11 bits times 8), so both give the same bits. Each kernel is compiled for either: scales are
-None for f32.
+A panel is 64 outputs, along K: f32 `[depth, 64]`, the bits of bf16 as u16 `[depth, 64]`, or i8 `[depth, 64]` with f16 scales
+`[depth / 32, 64]`. A weight of the last is `d * q`, exact in f32 (11 bits times 8), so all give the bits that their f32 values
+do. Each kernel is compiled for each: there are scales only for q8_0, and else None.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from llvmlite import ir
 from numba import types
 
 from ._arrays import F32Array
-from ._ir import F16, I8, pointer
+from ._ir import F16, F32, I8, I16, I32, pointer
 from ._jit import Lanes, intrinsic, kernel
 from .panels import CHAIN, PANEL
 from .simd import Vector, fma, load, load_spread, splat, store
 
-FEW = 8
-"""Most rows that q8_0 weights are unpacked for as they are used, by each tile anew; for more, a panel is unpacked once, into
-f32 that stays in the cache."""
+FEW = 48
+"""Most rows that bf16 and q8_0 weights are unpacked for as they are used, by each tile anew; for more, a panel is unpacked
+once, into f32 that stays in the cache."""
 
 WIDE = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
 TWO, FOUR, SIX = (64, 64, 64) if WIDE else (32, 16, 16)
@@ -35,7 +35,7 @@ def multiply(
     x: F32Array, rows: int, n_in: int, panels: Any, scales: Any, depth: int, out: F32Array, n_out: int, lo: int, hi: int
 ) -> None:
     """Outputs of panels `[lo, hi)` for every row; a panel stays in the cache while the rows pass."""
-    if scales is not None and rows > FEW:
+    if panels.itemsize < 4 and rows > FEW:
         unpacked = np.empty(depth * PANEL + 16, np.float32)
         aligned = -unpacked.ctypes.data // 4 % 16
         for index in range(lo, hi):
@@ -48,11 +48,11 @@ def multiply(
 
 @kernel
 def _unpack(panels: Any, scales: Any, at: int, depth: int, out: F32Array, to: int) -> None:
-    """The f32 `[depth, 64]` of the q8_0 panel at `at`, to element `to` of `out` on."""
+    """The f32 `[depth, 64]` of the panel at `at`, to element `to` of `out` on."""
     for lane in range(0, PANEL, TWO):
         for start in range(0, depth, CHAIN):
             scale = _load_scales(scales, (at + start * PANEL) // CHAIN + lane, TWO)
-            for k in range(start, start + CHAIN):
+            for k in range(start, min(start + CHAIN, depth)):
                 store(out, to + k * PANEL + lane, _load_weights(panels, at + k * PANEL + lane, scale, TWO))
 
 
@@ -175,13 +175,18 @@ def _load_scales(typing: Any, scales: Any, at: Any, lanes: Any) -> Any:
 
 @intrinsic
 def _load_weights(typing: Any, panels: Any, at: Any, scale: Any, lanes: Any) -> Any:
-    """`lanes` weights (a constant) from element `at` on: f32 as they are if `scale` is None, else i8 times the scales."""
+    """`lanes` weights (a constant) from element `at` on: f32 as they are, u16 as the upper half of one, i8 times the scales."""
     vector = Vector(types.float32, lanes.literal_value)
-    quantised = not isinstance(scale, types.NoneType)
-    stored = ir.VectorType(I8, vector.lanes) if quantised else vector.llvm
+    element = {types.float32: F32, types.uint16: I16, types.int8: I8}[panels.dtype]
 
     def build(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        weights = builder.load(pointer(context, builder, panels, args[:2], stored), align=1 if quantised else 4)
-        return builder.fmul(builder.sitofp(weights, vector.llvm), args[2]) if quantised else weights
+        at_weights = pointer(context, builder, panels, args[:2], ir.VectorType(element, vector.lanes))
+        weights = builder.load(at_weights, align=panels.dtype.bitwidth // 8)
+        if element == F32:
+            return weights
+        if element == I8:
+            return builder.fmul(builder.sitofp(weights, vector.llvm), args[2])
+        words = ir.VectorType(I32, vector.lanes)
+        return builder.bitcast(builder.shl(builder.zext(weights, words), ir.Constant(words, [16] * vector.lanes)), vector.llvm)
 
     return vector(panels, types.intp, scale, lanes), build

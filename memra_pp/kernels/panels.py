@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..errors import InputError
+
 PANEL = 64
 """Outputs a panel: one step along K reads 256 contiguous bytes of f32 weights."""
 CHAIN = 32
@@ -12,3 +14,21 @@ DEPTH_UNIT = 8
 """K is padded with zeros to a multiple of this."""
 Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", (CHAIN,))])
 """32 weights of a row, `d * q` each (`block_q8_0` of ggml-common.h, 34 bytes)."""
+
+
+def panels_of(row0: int, rows: int, n_out: int) -> tuple[int, int]:
+    """The first panel that outputs `[row0, row0 + rows)` touch, and how many do.
+
+    Raises:
+        InputError: they are not all among `n_out` outputs.
+    """
+    if row0 < 0 or row0 + rows > n_out:
+        raise InputError(f"rows [{row0}, {row0 + rows}) are outside the matrix's [0, {n_out})")
+    first = row0 // PANEL
+    return first, -(-(row0 + rows) // PANEL) - first if rows else 0
+
+
+def lanes_of(panel: int, row0: int, rows: int) -> tuple[slice, slice]:
+    """Which lanes of a panel are among outputs `[row0, row0 + rows)`, and which of these they are."""
+    first, last = max(row0, panel * PANEL), min(row0 + rows, (panel + 1) * PANEL)
+    return slice(first - panel * PANEL, last - panel * PANEL), slice(first - row0, last - row0)

@@ -15,8 +15,9 @@ from ..config.fields import Fields
 from ..errors import ConfigError
 from ..kernels.backend import Backend, Matrix, Rows
 from ..kernels.shapes import AttentionSpec
-from .parts import F32, Device, Forward, Head, Step, attend, inverse_frequencies, load_head, load_norm, load_tensor, packed
+from .parts import Device, Forward, Head, Step, attend, inverse_frequencies, load_head, load_matrix, load_norm, packed
 from .protocol import Array
+from .stored import F32
 from .weights import Weights
 
 
@@ -141,7 +142,7 @@ def _load_layer(weights: Weights, params: Gemma3Params, il: int, backend: Backen
     theta, factor = (params.theta_global, params.rope_factor_global) if plan.window is None else (params.theta_local, 1.0)
 
     def matrix(n_in: int, *outputs: tuple[str, int]) -> Matrix:
-        return packed([load_tensor(weights, f"{base}{name}.weight", n_out, n_in) for name, n_out in outputs], backend)
+        return packed([load_matrix(weights, f"{base}{name}.weight", n_out, n_in) for name, n_out in outputs], backend)
 
     def norm(name: str, width: int = n_embd) -> Rows:
         return backend.upload(load_norm(weights, f"{base}{name}.weight", width))

@@ -6,10 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Protocol, Self, TypeAlias
+from typing import Protocol, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..admission.cost import workspace_bytes
 from ..cache import Cache, KvLayer
@@ -21,9 +20,9 @@ from ..kernels.batches import KvBatch, StateBatch, capture_table
 from ..kernels.shapes import AttentionSpec
 from ..kernels.spans import Spans
 from .protocol import Array, StepBatch
+from .stored import F32, Stored, inputs_of, widened
 from .weights import Weights, open_weights
 
-F32: TypeAlias = NDArray[np.float32]
 HEAD_CHUNK_ROWS = 8192
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -204,9 +203,11 @@ def attend(il: int, spec: AttentionSpec, q: Rows, k: Rows, v: Rows, step: Step) 
     return step.backend.attend_rows(q, batch, spec)
 
 
-def packed(parts: Sequence[F32], backend: Backend) -> Matrix:
-    """Matrices `[n_out, n_in]` stacked into one."""
-    return backend.pack(sum(len(part) for part in parts), parts[0].shape[1], parts)
+def packed(parts: Sequence[Stored], backend: Backend) -> Matrix:
+    """Matrices of as many inputs, one below another, as one; in f32 unless all are kept in the same form."""
+    if len({part.dtype for part in parts}) > 1:
+        parts = [widened(part) for part in parts]
+    return backend.pack(sum(len(part) for part in parts), inputs_of(parts[0]), parts)
 
 
 def head_tensor(tied: bool) -> str:
@@ -215,7 +216,7 @@ def head_tensor(tied: bool) -> str:
 
 
 def load_head(weights: Weights, tied: bool, eps: float, backend: Backend) -> Head:
-    """The head of a checkpoint. A matrix in q8_0 stays so: a quarter of the bytes to read for each token, the same bits.
+    """The head of a checkpoint.
 
     Raises:
         ConfigError: a tensor is missing or of another shape than the config says.
@@ -223,15 +224,22 @@ def load_head(weights: Weights, tied: bool, eps: float, backend: Backend) -> Hea
     norm = backend.upload(load_norm(weights, "model.norm.weight", weights.cfg.n_embd))
     name, shape = head_tensor(tied), (weights.cfg.n_vocab, weights.cfg.n_embd)
     require_shape(weights, name, shape)
-    blocks = weights.q8_0(name)
-    if blocks is not None:
-        return Head(norm, backend.pack_q8_0(blocks), eps)
-    return Head(norm, backend.pack(*shape, (part for _, part in weights.chunks(name, HEAD_CHUNK_ROWS))), eps)
+    return Head(norm, backend.pack(*shape, weights.pieces(name, HEAD_CHUNK_ROWS)), eps)
 
 
 def load_norm(weights: Weights, name: str, width: int) -> F32:
     """What an RMS norm multiplies by, f32 `[width]`: `1 + w` in the families that do so."""
     return load_tensor(weights, name, width) + np.float32(weights.norm_offset)
+
+
+def load_matrix(weights: Weights, name: str, n_out: int, n_in: int) -> Stored:
+    """A matrix, in the form that it is kept in.
+
+    Raises:
+        ConfigError: it is missing or of another shape.
+    """
+    require_shape(weights, name, (n_out, n_in))
+    return weights.matrix(name)
 
 
 def load_tensor(weights: Weights, name: str, *shape: int) -> F32:

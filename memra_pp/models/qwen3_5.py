@@ -16,7 +16,20 @@ from ..config.forwards import first_sparse
 from ..errors import ConfigError
 from ..kernels.backend import Backend, Matrix, Rows
 from ..kernels.shapes import AttentionSpec, DeltaShape
-from .parts import F32, Device, Forward, Head, Step, attend, inverse_frequencies, load_head, load_norm, load_tensor, packed
+from .parts import (
+    Device,
+    Forward,
+    Head,
+    Step,
+    attend,
+    inverse_frequencies,
+    load_head,
+    load_matrix,
+    load_norm,
+    load_tensor,
+    packed,
+)
+from .stored import F32, Stored
 from .weights import Weights
 
 
@@ -237,15 +250,15 @@ class _Loader:
             o=self.packed(self.matrix("linear_attn.out_proj", self.weights.cfg.n_embd, shape.value_width)),
         )
 
-    def split(self, name: str, groups: int, *sizes: int) -> list[F32]:
+    def split(self, name: str, groups: int, *sizes: int) -> list[Stored]:
         """A matrix whose rows are `groups` groups of parts of `sizes`: each part's rows, group after group."""
         whole = self.matrix(name, groups * sum(sizes)).reshape(groups, sum(sizes), -1)
         parts = np.split(whole, np.cumsum(sizes)[:-1], axis=1)
         return [np.ascontiguousarray(part).reshape(-1, whole.shape[2]) for part in parts]
 
-    def matrix(self, name: str, n_out: int, n_in: int | None = None) -> F32:
+    def matrix(self, name: str, n_out: int, n_in: int | None = None) -> Stored:
         """`[n_out, n_in]`, `n_embd` wide unless said otherwise."""
-        return self.tensor(f"{name}.weight", n_out, self.weights.cfg.n_embd if n_in is None else n_in)
+        return load_matrix(self.weights, self.name(f"{name}.weight"), n_out, n_in or self.weights.cfg.n_embd)
 
     def norm(self, name: str, width: int) -> Rows:
         return self.backend.upload(load_norm(self.weights, self.name(f"{name}.weight"), width))
@@ -256,5 +269,5 @@ class _Loader:
     def name(self, name: str) -> str:
         return f"model.layers.{self.il}.{name}"
 
-    def packed(self, *parts: F32) -> Matrix:
+    def packed(self, *parts: Stored) -> Matrix:
         return packed(parts, self.backend)

@@ -1,7 +1,8 @@
-"""A checkpoint's tensors under Hugging Face names, dequantised to f32 on demand from a mapped file."""
+"""A checkpoint's tensors under Hugging Face names, read from a mapped file on demand: as f32, or as they are kept."""
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import re
 from abc import ABC, abstractmethod
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,9 +22,7 @@ from ..config.gguf_file import GgufFile, TensorInfo, open_gguf
 from ..config.hf import read_hf
 from ..config.safetensors_file import SafeTensor, open_safetensors
 from ..errors import ConfigError, InputError
-
-F32: TypeAlias = NDArray[np.float32]
-U8: TypeAlias = NDArray[np.uint8]
+from .stored import AS_THEY_LIE, F32, KEPT, U8, Stored, viewed, widened
 
 CHUNK_BYTES = 4 << 20
 """f32 bytes dequantised at a time by `tensor`, which bounds its scratch memory."""
@@ -79,8 +78,10 @@ class Weights(ABC):
         if not prod(shape):
             return np.empty(shape, np.float32)
         out = np.empty((prod(shape[:-1]), shape[-1] if shape else 1), np.float32)
-        for at, part in self.chunks(name, max(1, CHUNK_BYTES // (4 * out.shape[1]))):
-            out[at : at + len(part)] = part
+        data, decode = self._rows(name)
+        step = max(1, CHUNK_BYTES // (4 * out.shape[1]))
+        for at in range(0, len(out), step):
+            out[at : at + step] = self._decode(data[at : at + step], decode)
         return out.reshape(shape)
 
     def rows(self, name: str, ids: Sequence[int] | NDArray[np.integer[Any]]) -> F32:
@@ -97,27 +98,42 @@ class Weights(ABC):
             raise InputError(f"row {outside[0]} of {name}: it has rows 0 to {len(data) - 1}; give token ids of this model")
         return self._decode(data[at], decode)
 
-    def chunks(self, name: str, rows: int) -> Iterator[tuple[int, F32]]:
-        """`(first row, f32 [up to rows, K])` over a matrix, in order.
+    def matrix(self, name: str) -> Stored:
+        """A whole matrix in the form that it is kept in (see `stored`): a view of the file where that is what lies there.
 
         Raises:
-            ConfigError: no such tensor, or stored in a type that cannot be read.
+            ConfigError: no such tensor, not of two dimensions, or stored in a type that cannot be read.
+        """
+        shape = self.shape(name)
+        if len(shape) != 2 or not prod(shape):
+            raise ConfigError(f"{self.path}: {name} is {shape}: it is no matrix; use tensor")
+        rows, cols = shape
+        pieces = self.pieces(name, rows if self.stored_as(name) in AS_THEY_LIE else max(1, CHUNK_BYTES // (4 * cols)))
+        first = next(pieces)
+        if len(first) == rows:
+            return first
+        out = np.empty((rows, *first.shape[1:]), first.dtype)
+        at = 0
+        for piece in itertools.chain([first], pieces):
+            out[at : at + len(piece)] = piece
+            at += len(piece)
+        return out
+
+    def pieces(self, name: str, rows: int) -> Iterator[Stored]:
+        """`matrix` in pieces of at most so many rows, in order.
+
+        Raises:
+            ConfigError: as `matrix`.
         """
         data, decode = self._rows(name)
+        kept = KEPT.get(self.stored_as(name))
         for at in range(0, len(data), rows):
-            yield at, self._decode(data[at : at + rows], decode)
-
-    def q8_0(self, name: str) -> U8 | None:
-        """A matrix's q8_0 blocks as they lie in the file, u8 `[rows, K / 32 * 34]`, mapped; None if it is of another type.
-
-        Raises:
-            ConfigError: no such tensor.
-        """
-        if self.stored_as(name) != "Q8_0":
-            return None
-        data, _ = self._rows(name)
-        self.bytes_read += data.nbytes
-        return data
+            part = data[at : at + rows]
+            if kept is None:
+                yield self._decode(part, decode)
+            else:
+                self.bytes_read += part.nbytes
+                yield kept[1](part)
 
     def _decode(self, data: U8, decode: Callable[[U8], F32]) -> F32:
         self.bytes_read += data.nbytes
@@ -194,19 +210,11 @@ def _map(file: Path) -> U8:
         raise ConfigError(f"{file}: cannot be read ({e.strerror})") from e
 
 
-def _bf16(data: U8) -> F32:
-    return (_as(data, "<u2").astype(np.uint32) << 16).view(np.float32)
-
-
-def _as(data: U8, dtype: str) -> NDArray[Any]:
-    return np.ascontiguousarray(data).view(dtype)
-
-
 _DECODE: Mapping[str, Callable[[U8], F32]] = {
-    "F32": lambda data: _as(data, "<f4"),
-    "F16": lambda data: _as(data, "<f2").astype(np.float32),
-    "BF16": _bf16,
-    "F64": lambda data: _as(data, "<f8").astype(np.float32),
+    "F32": lambda data: viewed(data, np.dtype("<f4")),
+    "F16": lambda data: viewed(data, np.dtype("<f2")).astype(np.float32),
+    "BF16": lambda data: widened(viewed(data, np.dtype("<u2"))),
+    "F64": lambda data: viewed(data, np.dtype("<f8")).astype(np.float32),
 }
 
 _BLOCK_NAMES = {

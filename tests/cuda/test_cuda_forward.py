@@ -54,6 +54,7 @@ def test_no_kernel_is_forgotten() -> None:
     """Each is launched by the backend, or by a test of its own; those that the backend launches, by the forwards above."""
     texts = [path.read_text() for folder in (Path(__file__).parent, SOURCES.parent) for path in folder.glob("*.py")]
     launched = set(re.findall(r'"(\w+)"', "\n".join(texts)))
-    families = {"attend_split": VECTORS, "matmul_f32": (1, 2, 4, 8, "tiles"), "matmul_q8": (1, 2, 4, 8, "tiles")}
+    products = {f"matmul_{kind}": (1, 2, 4, 8, "tiles") for kind in ("f32", "bf16", "q8")}
+    families = {"attend_split": VECTORS, **products}
     launched |= {f"{family}_{member}" for family, members in families.items() for member in members}
     assert set(kernel_names(SOURCES)) <= launched

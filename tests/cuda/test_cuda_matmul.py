@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from memra_pp.kernels.cuda.matrix import KINDS
 from memra_pp.kernels.matmul import PackedMatrix, matmul
 from memra_pp.kernels.matmul_q8 import Q8Matrix
 from memra_pp.kernels.panels import Q8_0
@@ -27,12 +28,16 @@ def f32_matrix(n_out, n_in, threads):
     return PackedMatrix.pack(normal(n_out, n_in, seed=1), threads)
 
 
+def bf16_matrix(n_out, n_in, threads):
+    return PackedMatrix.pack((normal(n_out, n_in, seed=1).view(np.uint32) >> 16).astype(np.uint16), threads)
+
+
 def q8_matrix(n_out, n_in, threads):
     random = np.random.default_rng(2)
     blocks = np.empty((n_out, n_in // 32), Q8_0)
     blocks["d"] = random.standard_normal(blocks.shape) * random.choice([0.01, 1e-6, 0, 300], blocks.shape)
     blocks["q"] = random.integers(-128, 128, (*blocks.shape, 32))
-    return Q8Matrix.pack(np.ascontiguousarray(blocks).view(np.uint8).reshape(n_out, -1), threads)
+    return Q8Matrix.pack(blocks, threads)
 
 
 def multiply(kernels, x, matrix, variant, order, quads=16):
@@ -48,7 +53,7 @@ def multiply(kernels, x, matrix, variant, order, quads=16):
         slots = (128 if variant == 8 else 256) // quads
         grid, block = (-(-len(x) // variant), count * 16 // quads), (quads, slots)
         shared = 4 * variant * slots * (32 + 4 * quads)
-    kind = "f32" if len(operands) == 1 else "q8"
+    kind = KINDS[matrix.panels.dtype]
     kernels.launch(f"matmul_{kind}_{variant}", grid, block, args, shared, order)
     return out
 
@@ -59,7 +64,10 @@ def assert_same_bits(found, wanted):
 
 @pytest.mark.parametrize("variant", [1, 2, 4, 8, TILES])
 @pytest.mark.parametrize(
-    "make, n_in", [(f32_matrix, n) for n in (1, 31, 40, 555, 640)] + [(q8_matrix, n) for n in (32, 160, 576)]
+    "make, n_in",
+    [(f32_matrix, n) for n in (1, 31, 40, 555, 640)]
+    + [(bf16_matrix, n) for n in (31, 555)]
+    + [(q8_matrix, n) for n in (32, 160, 576)],
 )
 def test_variants(kernels, threads, variant, make, n_in):
     matrix = make(130, n_in, threads)
@@ -69,7 +77,7 @@ def test_variants(kernels, threads, variant, make, n_in):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("make", [f32_matrix, q8_matrix])
+@pytest.mark.parametrize("make", [f32_matrix, bf16_matrix, q8_matrix])
 def test_any_share_of_a_panel(kernels, threads, make, order):
     matrix, x = make(70, 352, threads), normal(3, 352)
     for variant, quads in ((1, 8), (1, 4), (2, 4), (8, 8), (8, 4)):
@@ -77,7 +85,7 @@ def test_any_share_of_a_panel(kernels, threads, make, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("make", [f32_matrix, q8_matrix])
+@pytest.mark.parametrize("make", [f32_matrix, bf16_matrix, q8_matrix])
 def test_several_tiles(kernels, threads, make, order):
     matrix, x = make(65, 96, threads), normal(131, 96)
     assert_same_bits(multiply(kernels, x, matrix, TILES, order), matmul(x, matrix, threads))

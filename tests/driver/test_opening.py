@@ -560,12 +560,15 @@ def test_a_cut_by_bytes_holds_the_most_sessions_that_any_cut_can(hybrid, stages,
 
 
 def test_a_cut_by_bytes_weighs_what_the_stages_will_hold(gemma, tiny):
-    """Gemma-3-270M's output matrix stays in the q8_0 of its file, and its layers are f32."""
+    """Gemma-3-270M's output matrix is kept in q8_0, as are those of its layers that its file has in q8_0 and q5_0."""
     cfg = ModelConfig.from_path(gemma)
     weights = cut._weights(cfg, gemma, Gemma3)
     assert weights.head_matrix == cfg.n_vocab * cfg.n_embd // 32 * 34
     assert weights.head == weights.head_matrix + 4 * cfg.n_embd and weights.embedding == 0
-    assert sum(weights.layers) == 4 * (268_098_176 - (cfg.n_vocab + 1) * cfg.n_embd)
+    attention, forward = cfg.n_embd * (1024 + 256 + 256), cfg.n_embd * 2 * 2048
+    kept = cfg.n_layer * (attention + forward)
+    plain = 268_098_176 - (cfg.n_vocab + 1) * cfg.n_embd - kept
+    assert sum(weights.layers) == kept // 32 * 34 + 4 * plain
     with memra_pp.launch(tiny, backend="local", stages=3, balance="bytes", max_ctx=256) as pipe:
         assert len(pipe.fence) == 4 and list(pipe.generate([1, 2], max_new_tokens=3))
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from memra_pp.errors import InputError
-from memra_pp.kernels.matmul import PackedMatrix, matmul
+from memra_pp.kernels.matmul import PackedMatrix, matmul, pack
 from memra_pp.kernels.threads import Threads
 
 
@@ -39,6 +39,35 @@ def test_every_number_of_rows_gives_each_row_its_own_bits(pools, n_out, n_in):
             np.testing.assert_array_equal(matmul(x[:rows], packed, threads), alone[:rows])
 
 
+def bf16(w):
+    return (w.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def f32(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+@pytest.mark.parametrize(("n_out", "n_in"), [(200, 77), (64, 8), (1, 1), (65, 129)])
+def test_bf16_gives_the_bits_of_its_f32(pools, n_out, n_in):
+    bits, x = bf16(normal(n_out, n_in)), normal(70, n_in, seed=1)
+    plain, packed = PackedMatrix.pack(f32(bits), pools[0]), PackedMatrix.pack(bits, pools[1])
+    assert packed.nbytes * 2 == plain.nbytes
+    for rows in range(1, 71):
+        for threads in pools:
+            found, wanted = matmul(x[:rows], packed, threads), matmul(x[:rows], plain, threads)
+            np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+
+
+def test_bf16_of_any_bits(pools):
+    bits = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256)
+    x = np.eye(256, dtype=np.float32)[[5]]
+    with np.errstate(invalid="ignore"):
+        for rows in (1, 2, 4, 6, 60):
+            batch = np.repeat(x, rows, axis=0)
+            found = matmul(batch, PackedMatrix.pack(bits, pools[0]), pools[0])
+            np.testing.assert_array_equal(found, matmul(batch, PackedMatrix.pack(f32(bits), pools[0]), pools[0]))
+
+
 def test_sums_run_over_k_from_first_to_last(pools):
     x = np.array([[2.0**24, 1.0, -(2.0**24)]], np.float32)
     packed = PackedMatrix.pack(np.ones((3, 3), np.float32), pools[0])
@@ -47,9 +76,10 @@ def test_sums_run_over_k_from_first_to_last(pools):
 
 
 @pytest.mark.parametrize("step", [1, 7, 64, 100, 333])
-def test_filling_in_pieces_is_packing(pools, step):
-    w = normal(333, 45)
-    whole, pieces = PackedMatrix.pack(w, pools[0]), PackedMatrix.empty(333, 45)
+@pytest.mark.parametrize("form", [np.asarray, bf16])
+def test_filling_in_pieces_is_packing(pools, step, form):
+    w = form(normal(333, 45))
+    whole, pieces = PackedMatrix.pack(w, pools[0]), PackedMatrix.empty(333, 45, w.dtype)
     for start in range(0, 333, step):
         pieces.fill(start, w[start : start + step], pools[1])
     np.testing.assert_array_equal(pieces.panels, whole.panels)
@@ -103,6 +133,14 @@ def test_bad_rows_are_refused(pools, x, out, message):
         matmul(x, packed, pools[0], out)
 
 
+def test_parts_of_a_matrix_are_whole_and_alike(pools):
+    w = normal(70, 16)
+    for parts, message in (([], "0 rows"), ([w[:60]], "60 rows"), ([w, w], r"\[0, 70\)"), ([w[:60], bf16(w[60:])], "uint16")):
+        with pytest.raises(InputError, match=message):
+            pack(70, 16, parts, pools[0])
+    np.testing.assert_array_equal(pack(70, 16, [w[:7], w[7:]], pools[0]).panels, PackedMatrix.pack(w, pools[0]).panels)
+
+
 def test_bad_weights_are_refused(pools):
     packed = PackedMatrix.empty(70, 16)
     for row0, rows in ((-1, 1), (60, 11)):
@@ -112,5 +150,9 @@ def test_bad_weights_are_refused(pools):
         packed.fill(0, np.zeros((1, 15), np.float32), pools[0])
     with pytest.raises(InputError, match="at least 1"):
         PackedMatrix.empty(0, 16)
+    with pytest.raises(InputError, match="float64"):
+        PackedMatrix.pack(np.zeros((2, 16)), pools[0])
+    with pytest.raises(InputError, match=r"uint16 .* must be float32"):
+        packed.fill(0, np.zeros((2, 16), np.uint16), pools[0])
     with pytest.raises(InputError, match="n_out, n_in"):
         PackedMatrix.pack(np.zeros(16, np.float32), pools[0])

@@ -1,4 +1,4 @@
-"""The output matrix stays in q8_0 where its file holds it so, and says the same."""
+"""The output matrix stays as narrow as its file holds it, and says the same."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from memra_pp.kernels import CpuDev
-from memra_pp.kernels.matmul import PackedMatrix
-from memra_pp.kernels.matmul_q8 import Q8Matrix
-from memra_pp.models.parts import load_head
+from memra_pp.kernels.panels import Q8_0
+from memra_pp.models.parts import load_head, packed
 from memra_pp.models.weights import open_weights
 
 Q = gguf.GGMLQuantizationType
@@ -44,22 +43,36 @@ def head_of(path, device, tensors):
 
 
 W = np.random.default_rng(0).standard_normal((N_VOCAB, N_EMBD), dtype=np.float32)
-BLOCKS = gguf.quants.quantize(W, Q.Q8_0)
-PLAIN = gguf.quants.dequantize(BLOCKS, Q.Q8_0)
+
+
+def plain_of(stored, kind):
+    return gguf.quants.dequantize(stored, kind)
 
 
 @pytest.mark.parametrize("name", ["token_embd.weight", "output.weight"])
-def test_a_matrix_in_q8_0_gives_the_logits_of_its_f32(tmp_path, device, name):
-    kept, bytes_read = head_of(tmp_path / "q8.gguf", device, {name: (BLOCKS, Q.Q8_0)})
-    plain, _ = head_of(tmp_path / "f32.gguf", device, {name: (PLAIN, Q.F32)})
-    assert isinstance(kept.matrix, Q8Matrix) and isinstance(plain.matrix, PackedMatrix)
-    assert bytes_read == BLOCKS.nbytes + 4 * N_EMBD
+@pytest.mark.parametrize("kind, form", [(Q.Q8_0, np.int8), (Q.Q5_0, np.int8), (Q.Q4_0, np.int8), (Q.BF16, np.uint16)])
+def test_a_narrow_matrix_gives_the_logits_of_its_f32(tmp_path, device, name, kind, form):
+    stored = gguf.quants.quantize(W, kind)
+    kept, bytes_read = head_of(tmp_path / "narrow.gguf", device, {name: (stored, kind)})
+    plain, _ = head_of(tmp_path / "f32.gguf", device, {name: (plain_of(stored, kind), Q.F32)})
+    assert kept.matrix.panels.dtype == form and plain.matrix.panels.dtype == np.float32
+    assert bytes_read == stored.nbytes + 4 * N_EMBD
     for rows in (1, 3, 30):
         x = np.random.default_rng(rows).standard_normal((rows, N_EMBD), dtype=np.float32)
         np.testing.assert_array_equal(kept.logits(x, device.backend), plain.logits(x, device.backend))
 
 
-@pytest.mark.parametrize("kind", [Q.F32, Q.Q5_1, Q.Q4_0])
+@pytest.mark.parametrize("kind", [Q.F32, Q.Q5_1, Q.F16])
 def test_other_types_are_f32(tmp_path, device, kind):
     head, _ = head_of(tmp_path / "m.gguf", device, {"token_embd.weight": (gguf.quants.quantize(W, kind), kind)})
-    assert isinstance(head.matrix, PackedMatrix)
+    assert head.matrix.panels.dtype == np.float32
+
+
+def test_parts_of_different_forms_are_one_matrix_in_f32(device):
+    q8, bf16 = gguf.quants.quantize(W, Q.Q8_0).view(Q8_0), (W.view(np.uint32) >> 16).astype(np.uint16)
+    parts = [q8, bf16, W]
+    x = np.random.default_rng(0).standard_normal((3, N_EMBD), dtype=np.float32)
+    whole = device.backend.matmul(x, packed(parts, device.backend))
+    assert packed([q8, q8], device.backend).panels.dtype == np.int8
+    alone = [device.backend.matmul(x, packed([part], device.backend)) for part in parts]
+    np.testing.assert_array_equal(whole, np.concatenate(alone, axis=1))

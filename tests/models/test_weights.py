@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from memra_pp.errors import ConfigError, InputError
+from memra_pp.kernels.panels import Q8_0
 from memra_pp.models import weights as module
+from memra_pp.models.stored import kept_bytes, widened
 from memra_pp.models.weights import open_weights
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "data" / "configs"
@@ -52,13 +54,14 @@ def test_safetensors_types(tmp_path, dtype):
     assert w.shape(EMBED) == X.shape and w.bytes_read == len(raw)
 
 
-def test_rows_and_chunks_read_only_what_they_give(tmp_path):
+def test_rows_and_pieces_read_only_what_they_give(tmp_path):
     w = checkpoint(tmp_path, {EMBED: ("F32", X.shape, X.tobytes())})
     np.testing.assert_array_equal(w.rows(EMBED, [4, 0, 4]), X[[4, 0, 4]])
     assert w.bytes_read == 3 * 20 and w.rows(EMBED, []).shape == (0, 5)
-    parts = list(w.chunks(EMBED, 4))
-    assert [(at, len(part)) for at, part in parts] == [(0, 4), (4, 2)]
-    np.testing.assert_array_equal(np.concatenate([part for _, part in parts]), X)
+    parts = list(w.pieces(EMBED, 4))
+    assert [len(part) for part in parts] == [4, 2] and w.bytes_read == 9 * 20
+    np.testing.assert_array_equal(np.concatenate(parts), X)
+    np.testing.assert_array_equal(w.matrix(EMBED), X)
     for bad in (6, -1):
         with pytest.raises(InputError, match=f"row {bad} .*rows 0 to 5"):
             w.rows(EMBED, [0, bad])
@@ -129,7 +132,8 @@ def write_gguf(path, arch, tensors, **extra):
     for key, value in extra.items():
         w.add_uint16(key.replace("__", "."), value)
     for name, (data, kind) in tensors.items():
-        w.add_tensor(name, gguf.quants.quantize(data, kind) if kind > Q.F16 else data, raw_dtype=kind)
+        stored = gguf.quants.quantize(data, kind) if kind > Q.F16 and data.dtype == np.float32 else data
+        w.add_tensor(name, stored, raw_dtype=kind)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
@@ -153,23 +157,57 @@ def test_gguf_types(tmp_path, kind, monkeypatch):
     assert w.bytes_read == stored.nbytes * 42 // 40
 
 
-def test_q8_0_blocks_are_the_bytes_of_the_file(tmp_path):
-    stored = {"token_embd.weight": (BIG, Q.Q8_0), "output.weight": (BIG, Q.Q5_1)}
-    w = open_weights(write_gguf(tmp_path / "m.gguf", "gemma3", stored))
-    want = gguf.quants.quantize(BIG, Q.Q8_0)
-    np.testing.assert_array_equal(w.q8_0(EMBED), want.view(np.uint8))
-    assert w.bytes_read == want.nbytes
-    assert w.q8_0(HEAD) is None and w.bytes_read == want.nbytes
-    assert (w.stored_as(EMBED), w.stored_as(HEAD)) == ("Q8_0", "Q5_1")
-    with pytest.raises(ConfigError, match=r"m.gguf: holds no tensor model.norm.weight"):
-        w.q8_0("model.norm.weight")
+def same_bits(a, b):
+    np.testing.assert_array_equal(a.view(np.uint32), b.view(np.uint32))
 
 
-def test_safetensors_hold_no_q8_0(tmp_path):
-    w = checkpoint(tmp_path, {EMBED: ("F32", X.shape, X.tobytes())})
-    assert w.q8_0(EMBED) is None and w.stored_as(EMBED) == "F32"
+@pytest.mark.parametrize("kind", [Q.Q8_0, Q.Q5_0, Q.Q4_0])
+def test_blocks_of_small_integers_are_kept_as_q8_0(tmp_path, kind):
+    blocks = gguf.quants.quantize(BIG, kind)
+    random = np.random.default_rng(1).integers(0, 256, (40, *blocks.shape[1:]), np.uint8)
+    random[:, 1 :: 34 if kind == Q.Q8_0 else 22 if kind == Q.Q5_0 else 18] &= 0xBF  # finite scales, of either sign
+    for stored in (blocks, random):
+        w = open_weights(write_gguf(tmp_path / "m.gguf", "gemma3", {"token_embd.weight": (stored, kind)}))
+        kept = w.matrix(EMBED)
+        assert kept.dtype == Q8_0 and kept.shape == (40, BIG.shape[1] // 32) and w.bytes_read == stored.nbytes
+        assert kept.nbytes == kept_bytes(kind.name, BIG.shape)
+        same_bits(widened(kept), gguf.quants.dequantize(stored, kind))
+        same_bits(widened(np.concatenate([*w.pieces(EMBED, 7)])), widened(kept))
+
+
+def test_what_lies_in_a_file_as_it_is_kept_is_not_copied(tmp_path):
+    for kind in (Q.Q8_0, Q.BF16):
+        w = open_weights(write_gguf(tmp_path / "m.gguf", "gemma3", {"token_embd.weight": (BIG, kind)}))
+        assert not w.matrix(EMBED).flags.owndata
+
+
+def test_bf16_is_kept_as_its_bits(tmp_path):
+    bits = (BIG.view(np.uint32) >> 16).astype("<u2")
+    for w in (
+        checkpoint(tmp_path, {EMBED: ("BF16", BIG.shape, bits.tobytes())}),
+        open_weights(write_gguf(tmp_path / "m.gguf", "gemma3", {"token_embd.weight": (bits.view(np.uint8), Q.BF16)})),
+    ):
+        kept = w.matrix(EMBED)
+        assert kept.dtype == np.uint16 and kept.nbytes == kept_bytes("BF16", BIG.shape)
+        np.testing.assert_array_equal(kept, bits)
+        same_bits(widened(kept), w.tensor(EMBED))
+
+
+@pytest.mark.parametrize("kind", [Q.F32, Q.F16, Q.Q5_1, Q.Q4_1])
+def test_what_is_kept_in_no_other_form_is_f32(tmp_path, kind):
+    w = open_weights(write_gguf(tmp_path / "m.gguf", "gemma3", {"token_embd.weight": (BIG, kind)}))
+    same_bits(w.matrix(EMBED), w.tensor(EMBED))
+    assert w.matrix(EMBED).nbytes == kept_bytes(kind.name, BIG.shape)
+
+
+def test_only_a_matrix_is_kept_narrow(tmp_path):
+    w = checkpoint(tmp_path, {"model.norm.weight": ("BF16", (4,), bytes(8)), EMBED: ("BF16", (0, 4), b"")})
+    assert kept_bytes("BF16", (4,)) == 16
+    for name in ("model.norm.weight", EMBED):
+        with pytest.raises(ConfigError, match="no matrix"):
+            w.matrix(name)
     with pytest.raises(ConfigError, match=f"holds no tensor {HEAD}"):
-        w.q8_0(HEAD)
+        w.matrix(HEAD)
 
 
 def test_gguf_k_quants_are_those_of_the_gguf_package(tmp_path):

@@ -12,12 +12,12 @@ from typing import Any, TypeAlias
 from ...admission import Device, SessionShape, WorkTimes, best_fence, fence_by_time
 from ...admission.planner import Setup
 from ...cache import KvPolicy
-from ...config import ModelConfig, WeightBytes, estimate_weight_bytes, read_weight_bytes
+from ...config import ModelConfig, WeightBytes, read_weight_bytes
 from ...config.fence import Fence, even_fence, fence_from_cuts, fence_from_env
 from ...errors import ConfigError
-from ...models.parts import Forward, head_tensor
+from ...models.parts import Forward
 from ...models.protocol import StageModel
-from ...models.weights import open_weights
+from ...models.stored import kept_bytes
 from ...stage.spec import StageSpec
 from ...stage.worker import RESERVE_BYTES
 from ..chain import Progress
@@ -133,14 +133,9 @@ def _told(fence: Fence, times: WorkTimes) -> dict[str, Any]:
 
 
 def _weights(cfg: ModelConfig, path: Path, model: type[StageModel]) -> WeightBytes:
-    """What a model's stages hold: the files' bytes, or f32 in the reference forwards.
-
-    These keep an output matrix in q8_0 as it is, and read the embedding where it lies.
-    """
+    """What a model's stages hold: the files' bytes, or, in the reference forwards, which read the embedding where it lies, what
+    they keep of the files' tensors."""
     if not issubclass(model, Forward):
         return read_weight_bytes(path, cfg)
-    f32 = {**cfg.hparams, "dtype": "float32", "torch_dtype": None, "quantization_config": None}
-    held = estimate_weight_bytes(replace(cfg, hparams=f32))
-    blocks = open_weights(path).q8_0(head_tensor(held.tied))
-    matrix = held.head_matrix if blocks is None else blocks.nbytes
-    return replace(held, embedding=0, head=held.head - held.head_matrix + matrix, head_matrix=matrix, tied=False)
+    held = read_weight_bytes(path, cfg, kept_bytes)
+    return replace(held, embedding=0, tied=False)

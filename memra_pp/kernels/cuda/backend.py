@@ -17,7 +17,7 @@ from ..places import cannot_keep, check_rows, commit_bases, place_of
 from ..shapes import AttentionSpec, DeltaShape
 from . import attention
 from .gpu import DeviceArray, Gpu
-from .matrix import DeviceMatrix, launch_matmul, pack, pack_q8_0
+from .matrix import DeviceMatrix, launch_matmul, pack
 
 Rows: TypeAlias = DeviceArray
 F32, I32, I64 = np.float32, np.int32, np.int64
@@ -80,11 +80,8 @@ class CudaBackend(Backend):
             self.gpu.launch("gather_rows", _blocks(count * width), (THREADS,), args)
         return out
 
-    def pack(self, n_out: int, n_in: int, parts: Iterable[NDArray[np.float32]]) -> DeviceMatrix:
+    def pack(self, n_out: int, n_in: int, parts: Iterable[NDArray[Any]]) -> DeviceMatrix:
         return pack(self.gpu, n_out, n_in, parts)
-
-    def pack_q8_0(self, blocks: NDArray[np.uint8]) -> DeviceMatrix:
-        return pack_q8_0(self.gpu, blocks)
 
     def matmul(self, x: Rows, weights: DeviceMatrix) -> Rows:
         out = self._empty(len(x), weights.n_out)

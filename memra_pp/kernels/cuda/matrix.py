@@ -1,4 +1,4 @@
-"""Weights on a GPU: the CPU's panels, f32 or q8_0 (`matmul.PackedMatrix`, `matmul_q8.Q8Matrix`), packed by NumPy."""
+"""Weights on a GPU: the CPU's panels, f32, bf16 or q8_0 (`matmul.PackedMatrix`, `matmul_q8.Q8Matrix`), packed by NumPy."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ FILLED = 264
 """Blocks that keep a large GPU busy, two for each of 132 multiprocessors: with fewer, a panel is shared by more blocks."""
 
 
+KINDS = {np.dtype(np.float32): "f32", np.dtype(np.uint16): "bf16", np.dtype(np.int8): "q8"}
+"""The dtype of panels -> which kernels take them."""
+
+
 @dataclass(frozen=True)
 class DeviceMatrix:
-    """Weights `[n_out, n_in]` as panels `[ceil(n_out / 64), depth, 64]`, f32, or i8 with f16 `scales`."""
+    """Weights `[n_out, n_in]` as panels `[ceil(n_out / 64), depth, 64]`: f32, bf16 as u16, or i8 with f16 `scales`."""
 
     panels: DeviceArray
     scales: DeviceArray | None
@@ -40,50 +44,61 @@ class DeviceMatrix:
         """Elements of a panel along K."""
         return int(self.panels.shape[1])
 
+    @property
+    def kind(self) -> str:
+        """Which kernels take it."""
+        return KINDS[np.dtype(self.panels.dtype)]
 
-def pack(gpu: Gpu, n_out: int, n_in: int, parts: Iterable[NDArray[np.float32]]) -> DeviceMatrix:
-    """A matrix of f32 parts, one below another. No more than a part and a panel is held on the host.
+    @classmethod
+    def empty(cls, gpu: Gpu, n_out: int, n_in: int, form: np.dtype[Any]) -> DeviceMatrix:
+        """Room for a matrix of parts of this dtype. Raises as `pack`."""
+        quantised = form == Q8_0
+        unit = CHAIN if quantised else DEPTH_UNIT
+        if (not quantised and form not in KINDS) or form == np.int8 or (quantised and n_in % CHAIN):
+            raise InputError(f"a part of a matrix of {n_in} inputs is {form}; it must be float32, uint16 or {Q8_0}")
+        count, depth = -(-n_out // PANEL), -(-n_in // unit) * unit
+        panels = gpu.empty((count, depth, PANEL), np.int8 if quantised else form)
+        scales = gpu.empty((count, depth // CHAIN, PANEL), np.float16) if quantised else None
+        return cls(panels, scales, n_out, n_in)
+
+    def put(self, gpu: Gpu, first: int, rows: NDArray[Any]) -> None:
+        """Rows of the form it was made for, as the panels from the `first` on."""
+        planes = [(self.panels, rows)]
+        if self.scales is not None:
+            planes = [(self.panels, rows["q"].reshape(len(rows), -1)), (self.scales, rows["d"])]
+        for plane, values in planes:
+            panels = _panels(values, int(plane.shape[1]))
+            gpu.copy(plane[first : first + len(panels)], gpu.upload(panels))
+
+
+def pack(gpu: Gpu, n_out: int, n_in: int, parts: Iterable[NDArray[Any]]) -> DeviceMatrix:
+    """A matrix of parts, one below another: see `Backend.pack`. No more than a part and a panel is held on the host.
 
     Raises:
-        InputError: the parts are not `n_out` rows of `n_in`.
+        InputError: as there.
         CapacityExceeded: the device has not that many bytes.
     """
-    count, depth = -(-n_out // PANEL), -(-n_in // DEPTH_UNIT) * DEPTH_UNIT
-    panels = gpu.empty((count, depth, PANEL), np.float32)
-    waiting = np.empty((0, n_in), np.float32)
-    done = rows = 0
+    matrix: DeviceMatrix | None = None
+    waiting, done, rows = np.empty(0), 0, 0
     for part in parts:
-        if part.ndim != 2 or part.shape[1] != n_in:
-            raise InputError(f"a part of a matrix is {part.shape}; it must be [rows, {n_in}]")
-        waiting, rows = np.concatenate([waiting, part]), rows + len(part)
+        width = n_in // CHAIN if part.dtype == Q8_0 else n_in
+        if matrix is None:
+            matrix, waiting = DeviceMatrix.empty(gpu, n_out, n_in, part.dtype), np.empty((0, width), part.dtype)
+        if part.ndim != 2 or part.shape[1] != width or part.dtype != waiting.dtype:
+            raise InputError(f"a part of a matrix is {part.dtype} {part.shape}; it must be {waiting.dtype} [rows, {width}]")
+        rows += len(part)
+        if rows > n_out:
+            break
+        waiting = np.concatenate([waiting, part])
         whole = len(waiting) // PANEL
         if whole:
-            gpu.copy(panels[done : done + whole], gpu.upload(_panels(waiting[: whole * PANEL], depth)))
+            matrix.put(gpu, done, waiting[: whole * PANEL])
             done, waiting = done + whole, waiting[whole * PANEL :]
-    if len(waiting):
-        gpu.copy(panels[done : done + 1], gpu.upload(_panels(waiting, depth)))
-    if rows != n_out:
+    if matrix is None or rows != n_out:
         raise InputError(f"the parts of a matrix have {rows} rows together; they must have {n_out}")
-    return DeviceMatrix(panels, None, n_out, n_in)
-
-
-def pack_q8_0(gpu: Gpu, blocks: NDArray[np.uint8]) -> DeviceMatrix:
-    """A matrix of q8_0 blocks, u8 `[n_out, n_in / 32 * 34]`.
-
-    Raises:
-        InputError: they are not rows of whole blocks.
-        CapacityExceeded: the device has not that many bytes.
-    """
-    if blocks.dtype != np.uint8 or blocks.ndim != 2 or not blocks.size or blocks.shape[1] % Q8_0.itemsize:
-        raise InputError(f"blocks are {blocks.dtype} {blocks.shape}; q8_0 is uint8 [n_out, n_in / {CHAIN} * {Q8_0.itemsize}]")
-    n_out, n_in = len(blocks), blocks.shape[1] // Q8_0.itemsize * CHAIN
-    count = -(-n_out // PANEL)
-    panels, scales = gpu.empty((count, n_in, PANEL), np.int8), gpu.empty((count, n_in // CHAIN, PANEL), np.float16)
-    for at in range(count):
-        rows = np.ascontiguousarray(blocks[at * PANEL : (at + 1) * PANEL]).view(Q8_0)
-        gpu.copy(panels[at : at + 1], gpu.upload(_panels(rows["q"].reshape(len(rows), n_in), n_in)))
-        gpu.copy(scales[at : at + 1], gpu.upload(_panels(rows["d"], n_in // CHAIN)))
-    return DeviceMatrix(panels, scales, n_out, n_in)
+    if len(waiting):
+        matrix.put(gpu, done, waiting)
+    return matrix
 
 
 def launch_matmul(gpu: Gpu, x: DeviceArray, matrix: DeviceMatrix, out: DeviceArray) -> None:
@@ -95,7 +110,7 @@ def launch_matmul(gpu: Gpu, x: DeviceArray, matrix: DeviceMatrix, out: DeviceArr
     if x.ndim != 2 or x.shape[1] != matrix.n_in:
         raise InputError(f"x is {x.dtype} {x.shape}; it must be float32 [rows, {matrix.n_in}]")
     rows, panels = len(x), matrix.panels.shape[0]
-    kind, weights = ("f32", [matrix.panels]) if matrix.scales is None else ("q8", [matrix.panels, matrix.scales])
+    kind, weights = matrix.kind, [matrix.panels] if matrix.scales is None else [matrix.panels, matrix.scales]
     args: list[Any] = [x, np.int64(rows), np.int32(matrix.n_in), *weights, np.int32(matrix.depth), out, np.int32(matrix.n_out)]
     if rows > FEW:
         gpu.launch(f"matmul_{kind}_tiles", (-(-rows // 64), panels), (QUADS, 8), args, 4 * 64 * (CHAIN + 36))

@@ -18,6 +18,14 @@ struct F32Quad {
     int depth;
 };
 
+// One quad of a panel of bf16 `[depth, 64]`, depth a multiple of 8.
+struct Bf16Quad {
+    typedef uint2 Raw;
+    static constexpr int AHEAD = 8;
+    const uint2* at;
+    int depth;
+};
+
 // One quad of a panel of i8 `[depth, 64]` with f16 scales `[depth / 32, 64]`.
 struct Q8Quad {
     typedef u32 Raw;
@@ -32,6 +40,10 @@ DEVICE i64 quad_start(int depth, int quad) { return static_cast<i64>(quad / QUAD
 
 DEVICE F32Quad quad_of(const float* panels, int depth, int quad) {
     return {reinterpret_cast<const float4*>(panels) + quad_start(depth, quad), depth};
+}
+
+DEVICE Bf16Quad quad_of(const u16* panels, int depth, int quad) {
+    return {reinterpret_cast<const uint2*>(panels) + quad_start(depth, quad), depth};
 }
 
 DEVICE Q8Quad quad_of(const i8* panels, const u16* scales, int depth, int quad) {
@@ -49,6 +61,8 @@ DEVICE float half_of(u16 bits) { return __half2float(__ushort_as_half(bits)); }
 
 DEVICE float4 scales_of(const F32Quad&, int) { return four(1.f); }
 
+DEVICE float4 scales_of(const Bf16Quad&, int) { return four(1.f); }
+
 DEVICE float4 scales_of(const Q8Quad& quad, int chain) {
     const u16* at = quad.scales + chain * PANEL;
     return make_float4(half_of(at[0]), half_of(at[1]), half_of(at[2]), half_of(at[3]));
@@ -60,6 +74,13 @@ DEVICE float unbiased(u32 biased, int index) {
 }
 
 DEVICE float4 weights_of(const float4& raw, const float4&) { return raw; }
+
+// A bf16 is the upper half of an f32.
+DEVICE float4 weights_of(const uint2& raw, const float4&) {
+    return make_float4(
+        __uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u), __uint_as_float(raw.y << 16),
+        __uint_as_float(raw.y & 0xffff0000u));
+}
 
 // `d * q`, exact in f32.
 DEVICE float4 weights_of(u32 raw, const float4& d) {
@@ -231,10 +252,10 @@ DEVICE void multiply_tile(const float* x, i64 rows, int n_in, const Quad& quad, 
 
 DEVICE int own_quad() { return blockIdx.y * blockDim.x + threadIdx.x; }
 
-#define OF_F32(name, multiply)                                                                                                 \
+#define OF_PLAIN(name, multiply, weight)                                                                                        \
     KERNEL name(                                                                                                               \
-        const float* __restrict__ x, i64 rows, int n_in, const float* __restrict__ panels, int depth, float* __restrict__ out, \
-        int n_out) {                                                                                                           \
+        const float* __restrict__ x, i64 rows, int n_in, const weight* __restrict__ panels, int depth,                         \
+        float* __restrict__ out, int n_out) {                                                                                  \
         multiply(x, rows, n_in, quad_of(panels, depth, own_quad()), out, n_out);                                               \
     }
 #define OF_Q8(name, multiply)                                                                                                  \
@@ -248,18 +269,23 @@ DEVICE int own_quad() { return blockIdx.y * blockDim.x + threadIdx.x; }
 // Panels are 16-byte aligned. Grid: (ceil(rows / R), panels * 16 / quads). Block: (quads, slots): quads 16, or 8 or 4 where so
 // few panels would not fill the GPU; slots 256 / quads, but 128 / quads for R = 8. Shared: 4 * R * slots * (32 + 4 * quads), at
 // most 48 KB.
-OF_F32(matmul_f32_1, multiply_few<1>)
-OF_F32(matmul_f32_2, multiply_few<2>)
-OF_F32(matmul_f32_4, multiply_few<4>)
-OF_F32(matmul_f32_8, multiply_few<8>)
+OF_PLAIN(matmul_f32_1, multiply_few<1>, float)
+OF_PLAIN(matmul_f32_2, multiply_few<2>, float)
+OF_PLAIN(matmul_f32_4, multiply_few<4>, float)
+OF_PLAIN(matmul_f32_8, multiply_few<8>, float)
+OF_PLAIN(matmul_bf16_1, multiply_few<1>, u16)
+OF_PLAIN(matmul_bf16_2, multiply_few<2>, u16)
+OF_PLAIN(matmul_bf16_4, multiply_few<4>, u16)
+OF_PLAIN(matmul_bf16_8, multiply_few<8>, u16)
 OF_Q8(matmul_q8_1, multiply_few<1>)
 OF_Q8(matmul_q8_2, multiply_few<2>)
 OF_Q8(matmul_q8_4, multiply_few<4>)
 OF_Q8(matmul_q8_8, multiply_few<8>)
 
 // Many rows. Panels are 16-byte aligned. Grid: (ceil(rows / 64), panels). Block: (16, 8). Shared: 4 * 64 * (36 + 32) = 17408.
-OF_F32(matmul_f32_tiles, multiply_tile)
+OF_PLAIN(matmul_f32_tiles, multiply_tile, float)
+OF_PLAIN(matmul_bf16_tiles, multiply_tile, u16)
 OF_Q8(matmul_q8_tiles, multiply_tile)
 
-#undef OF_F32
+#undef OF_PLAIN
 #undef OF_Q8

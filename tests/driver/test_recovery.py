@@ -211,6 +211,7 @@ def test_threads_that_stream_while_stages_are_lost(pipe: memra_pp.Pipeline) -> N
 def test_tasks_see_a_pause_and_nothing_else(fragile: None) -> None:
     async def texts() -> list[list[int]]:
         async with aio.launch(data("hybrid"), stages=STAGES, backend="local", max_ctx=200) as pipe:
+            pipe.sync.chain.most_losses = 13  # one step may be on its way at all twelve
 
             async def text(i: int, lose: bool) -> list[int]:
                 made = []

@@ -18,12 +18,11 @@ from ._arrays import F32Array, aligned_zeros
 from ._jit import kernel
 from .matmul_q8 import Q8Matrix
 from .matmul_tiles import multiply
-from .panels import DEPTH_UNIT, PANEL, Q8_0, lanes_of, panels_of
+from .panels import DEPTH_UNIT, PANEL, PLAIN, Q8_0, lanes_of, panels_of
 from .simd import LANES, transpose
 from .threads import Threads
 
 Panels: TypeAlias = NDArray[np.float32] | NDArray[np.uint16]
-DTYPES = np.dtype(np.float32), np.dtype(np.uint16)
 SHARE = 1 << 18
 """Products that are worth waking a thread for: some 50 microseconds of work."""
 
@@ -57,7 +56,7 @@ class PackedMatrix:
         Raises:
             InputError: a dimension is less than 1, or another dtype.
         """
-        if n_out < 1 or n_in < 1 or np.dtype(dtype) not in DTYPES:
+        if n_out < 1 or n_in < 1 or np.dtype(dtype) not in PLAIN:
             raise InputError(
                 f"PackedMatrix.empty({n_out}, {n_in}, {np.dtype(dtype)}): both dimensions must be at least 1, and weights"
                 " float32, or uint16 for bf16"

@@ -14,6 +14,10 @@ DEPTH_UNIT = 8
 """K is padded with zeros to a multiple of this."""
 Q8_0 = np.dtype([("d", "<f2"), ("q", "i1", (CHAIN,))])
 """32 weights of a row, `d * q` each (`block_q8_0` of ggml-common.h, 34 bytes)."""
+BF16 = np.dtype("<u2")
+"""A bf16, as its bits: NumPy knows none."""
+PLAIN = np.dtype("<f4"), BF16
+"""Weights that lie in panels as they are."""
 
 
 def panels_of(row0: int, rows: int, n_out: int) -> tuple[int, int]:

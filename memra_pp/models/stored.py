@@ -15,14 +15,13 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..kernels.panels import CHAIN, Q8_0
+from ..kernels.panels import BF16, CHAIN, Q8_0
 
 F32: TypeAlias = NDArray[np.float32]
 U8: TypeAlias = NDArray[np.uint8]
 Stored: TypeAlias = NDArray[Any]
 """A matrix, or some of its rows, in one of the forms: the dtype says in which."""
 
-BF16 = np.dtype(np.uint16)
 _Q4_0 = np.dtype([("d", "<f2"), ("low", "u1", (CHAIN // 2,))])
 _Q5_0 = np.dtype([("d", "<f2"), ("high", "<u4"), ("low", "u1", (CHAIN // 2,))])
 """`block_q4_0` and `block_q5_0` of ggml-common.h: the lower four bits of weights `i` and `i + 16` in a byte, the fifth of
@@ -56,15 +55,12 @@ def _q8_0(d: NDArray[np.float16], q: NDArray[np.int8]) -> Stored:
 
 
 KEPT: Mapping[str, tuple[np.dtype[Any], Callable[[U8], Stored]]] = {
-    "BF16": (BF16, lambda data: viewed(data, np.dtype("<u2"))),
+    "BF16": (BF16, lambda data: viewed(data, BF16)),
     "Q8_0": (Q8_0, lambda data: viewed(data, Q8_0)),
     "Q4_0": (Q8_0, _of_q4_0),
     "Q5_0": (Q8_0, _of_q5_0),
 }
 """A type in a file -> the form that it is kept in, and what makes rows of it out of stored bytes. Others are kept in f32."""
-
-AS_THEY_LIE = frozenset({"BF16", "Q8_0"})
-"""Types of which a form is a view of the file."""
 
 
 def kept_bytes(kind: str, shape: Sequence[int]) -> int:

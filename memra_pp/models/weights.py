@@ -6,7 +6,7 @@ import itertools
 import mmap
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from os import PathLike
 from pathlib import Path
@@ -22,10 +22,10 @@ from ..config.gguf_file import GgufFile, TensorInfo, open_gguf
 from ..config.hf import read_hf
 from ..config.safetensors_file import SafeTensor, open_safetensors
 from ..errors import ConfigError, InputError
-from .stored import AS_THEY_LIE, F32, KEPT, U8, Stored, viewed, widened
+from .stored import F32, KEPT, U8, Stored, kept_bytes, viewed, widened
 
 CHUNK_BYTES = 4 << 20
-"""f32 bytes dequantised at a time by `tensor`, which bounds its scratch memory."""
+"""f32 bytes dequantised at a time by `tensor` and `matrix`, which bounds their scratch memory."""
 
 PLUS_ONE = re.compile(r"gemma3(_text)?|qwen3_next|qwen3_5(_moe)?(_text)?|step3p[57](_text)?")
 """`model_type`s whose RMS norms multiply by `1 + w` in the transformers library (Qwen's gated norm aside)."""
@@ -78,10 +78,7 @@ class Weights(ABC):
         if not prod(shape):
             return np.empty(shape, np.float32)
         out = np.empty((prod(shape[:-1]), shape[-1] if shape else 1), np.float32)
-        data, decode = self._rows(name)
-        step = max(1, CHUNK_BYTES // (4 * out.shape[1]))
-        for at in range(0, len(out), step):
-            out[at : at + step] = self._decode(data[at : at + step], decode)
+        _fill(out, self._read(*self._rows(name), _chunk_rows(out.shape[1])))
         return out.reshape(shape)
 
     def rows(self, name: str, ids: Sequence[int] | NDArray[np.integer[Any]]) -> F32:
@@ -107,16 +104,13 @@ class Weights(ABC):
         shape = self.shape(name)
         if len(shape) != 2 or not prod(shape):
             raise ConfigError(f"{self.path}: {name} is {shape}: it is no matrix; use tensor")
-        rows, cols = shape
-        pieces = self.pieces(name, rows if self.stored_as(name) in AS_THEY_LIE else max(1, CHUNK_BYTES // (4 * cols)))
+        kind, (rows, cols) = self.stored_as(name), shape
+        if kind in KEPT and self._rows(name)[0].nbytes == kept_bytes(kind, shape):
+            return next(self.pieces(name, rows))
+        pieces = self.pieces(name, _chunk_rows(cols))
         first = next(pieces)
-        if len(first) == rows:
-            return first
         out = np.empty((rows, *first.shape[1:]), first.dtype)
-        at = 0
-        for piece in itertools.chain([first], pieces):
-            out[at : at + len(piece)] = piece
-            at += len(piece)
+        _fill(out, itertools.chain([first], pieces))
         return out
 
     def pieces(self, name: str, rows: int) -> Iterator[Stored]:
@@ -126,21 +120,33 @@ class Weights(ABC):
             ConfigError: as `matrix`.
         """
         data, decode = self._rows(name)
-        kept = KEPT.get(self.stored_as(name))
-        for at in range(0, len(data), rows):
-            part = data[at : at + rows]
-            if kept is None:
-                yield self._decode(part, decode)
-            else:
-                self.bytes_read += part.nbytes
-                yield kept[1](part)
+        kind = self.stored_as(name)
+        return self._read(data, KEPT[kind][1] if kind in KEPT else decode, rows)
 
-    def _decode(self, data: U8, decode: Callable[[U8], F32]) -> F32:
+    def _read(self, data: U8, decode: Callable[[U8], Stored], rows: int) -> Iterator[Stored]:
+        """What `decode` makes of stored rows, so many at a time."""
+        for at in range(0, len(data), rows):
+            yield self._decode(data[at : at + rows], decode)
+
+    def _decode(self, data: U8, decode: Callable[[U8], Stored]) -> Stored:
         self.bytes_read += data.nbytes
-        return np.ascontiguousarray(decode(data), np.float32)
+        return np.ascontiguousarray(decode(data))
 
     def _missing(self, name: str) -> ConfigError:
         return ConfigError(f"{self.path}: holds no tensor {name}; is it the checkpoint of {self.cfg.arch}, and whole?")
+
+
+def _chunk_rows(cols: int) -> int:
+    """How many rows of `cols` weights are dequantised at a time."""
+    return max(1, CHUNK_BYTES // (4 * cols))
+
+
+def _fill(out: Stored, pieces: Iterable[Stored]) -> None:
+    """Writes pieces one below another."""
+    at = 0
+    for piece in pieces:
+        out[at : at + len(piece)] = piece
+        at += len(piece)
 
 
 def open_weights(path: str | PathLike[str]) -> Weights:

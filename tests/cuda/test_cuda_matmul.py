@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from memra_pp.errors import InputError
 from memra_pp.kernels.cuda.matrix import KINDS
-from memra_pp.kernels.matmul import PackedMatrix, matmul
+from memra_pp.kernels.cuda.matrix import pack as pack_on_gpu
+from memra_pp.kernels.matmul import PackedMatrix, matmul, pack
 from memra_pp.kernels.matmul_q8 import Q8Matrix
-from memra_pp.kernels.panels import Q8_0
+from memra_pp.kernels.panels import PLAIN, Q8_0
 from memra_pp.kernels.threads import Threads
 
 ORDERS = [0, 1, 2]
@@ -60,6 +62,43 @@ def multiply(kernels, x, matrix, variant, order, quads=16):
 
 def assert_same_bits(found, wanted):
     np.testing.assert_array_equal(found.view(np.uint32), wanted.view(np.uint32))
+
+
+def stored(form):
+    """Weights `[200, 96]` in a form that a backend packs."""
+    if form != Q8_0:
+        return normal(200, 96).astype(form) if form == np.float32 else (normal(200, 96).view(np.uint32) >> 16).astype(form)
+    blocks = np.empty((200, 3), Q8_0)
+    blocks["d"], blocks["q"] = normal(200, 3), np.random.default_rng(0).integers(-128, 128, (200, 3, 32))
+    return blocks
+
+
+@pytest.mark.parametrize("form", [*PLAIN, Q8_0], ids=["f32", "bf16", "q8_0"])
+@pytest.mark.parametrize("rows", [1, 63, 64, 150, 200])
+def test_a_gpu_packs_pieces_as_the_cpu_does(gpu, threads, form, rows):
+    weights = stored(form)
+    ours = pack_on_gpu(gpu, 200, 96, (weights[at : at + rows] for at in range(0, 200, rows)))
+    wanted = pack(200, 96, [weights], threads)
+    np.testing.assert_array_equal(gpu.download(ours.panels), wanted.panels)
+    if form == Q8_0:
+        np.testing.assert_array_equal(gpu.download(ours.scales).view(np.uint16), wanted.scales.view(np.uint16))
+    assert ours.nbytes == wanted.nbytes
+
+
+def test_a_gpu_packs_whole_matrices_of_one_form(gpu):
+    f32, bf16, q8 = (stored(form) for form in (*PLAIN, Q8_0))
+    for n_in, parts, message in (
+        (96, [], "0 rows"),
+        (96, [f32[:199]], "199 rows"),
+        (96, [f32, f32[:1]], "201 rows"),
+        (95, [f32], r"\(200, 96\).*\[rows, 95\]"),
+        (96, [f32[:100], bf16[100:]], "uint16"),
+        (97, [q8], "97 inputs"),
+        (96, [f32.astype(np.int8)], "int8"),
+        (96, [f32[0]], r"\(96,\)"),
+    ):
+        with pytest.raises(InputError, match=message):
+            pack_on_gpu(gpu, 200, n_in, parts)
 
 
 @pytest.mark.parametrize("variant", [1, 2, 4, 8, TILES])

@@ -45,16 +45,12 @@ def head_of(path, device, tensors):
 W = np.random.default_rng(0).standard_normal((N_VOCAB, N_EMBD), dtype=np.float32)
 
 
-def plain_of(stored, kind):
-    return gguf.quants.dequantize(stored, kind)
-
-
 @pytest.mark.parametrize("name", ["token_embd.weight", "output.weight"])
 @pytest.mark.parametrize("kind, form", [(Q.Q8_0, np.int8), (Q.Q5_0, np.int8), (Q.Q4_0, np.int8), (Q.BF16, np.uint16)])
 def test_a_narrow_matrix_gives_the_logits_of_its_f32(tmp_path, device, name, kind, form):
     stored = gguf.quants.quantize(W, kind)
     kept, bytes_read = head_of(tmp_path / "narrow.gguf", device, {name: (stored, kind)})
-    plain, _ = head_of(tmp_path / "f32.gguf", device, {name: (plain_of(stored, kind), Q.F32)})
+    plain, _ = head_of(tmp_path / "f32.gguf", device, {name: (gguf.quants.dequantize(stored, kind), Q.F32)})
     assert kept.matrix.panels.dtype == form and plain.matrix.panels.dtype == np.float32
     assert bytes_read == stored.nbytes + 4 * N_EMBD
     for rows in (1, 3, 30):

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...errors import InputError
-from ..panels import CHAIN, DEPTH_UNIT, PANEL, Q8_0
+from ..panels import CHAIN, DEPTH_UNIT, PANEL, PLAIN, Q8_0
 from .gpu import DeviceArray, Gpu
 
 GROUP, FEW = 8, 32
@@ -19,9 +19,7 @@ cache. For more, tiles of 64 rows."""
 QUADS = PANEL // 4
 FILLED = 264
 """Blocks that keep a large GPU busy, two for each of 132 multiprocessors: with fewer, a panel is shared by more blocks."""
-
-
-KINDS = {np.dtype(np.float32): "f32", np.dtype(np.uint16): "bf16", np.dtype(np.int8): "q8"}
+KINDS = {**dict(zip(PLAIN, ("f32", "bf16"), strict=True)), np.dtype(np.int8): "q8"}
 """The dtype of panels -> which kernels take them."""
 
 
@@ -52,13 +50,12 @@ class DeviceMatrix:
     @classmethod
     def empty(cls, gpu: Gpu, n_out: int, n_in: int, form: np.dtype[Any]) -> DeviceMatrix:
         """Room for a matrix of parts of this dtype. Raises as `pack`."""
-        quantised = form == Q8_0
-        unit = CHAIN if quantised else DEPTH_UNIT
-        if (not quantised and form not in KINDS) or form == np.int8 or (quantised and n_in % CHAIN):
+        count = -(-n_out // PANEL)
+        if form in PLAIN:
+            return cls(gpu.empty((count, -(-n_in // DEPTH_UNIT) * DEPTH_UNIT, PANEL), form), None, n_out, n_in)
+        if form != Q8_0 or n_in % CHAIN:
             raise InputError(f"a part of a matrix of {n_in} inputs is {form}; it must be float32, uint16 or {Q8_0}")
-        count, depth = -(-n_out // PANEL), -(-n_in // unit) * unit
-        panels = gpu.empty((count, depth, PANEL), np.int8 if quantised else form)
-        scales = gpu.empty((count, depth // CHAIN, PANEL), np.float16) if quantised else None
+        panels, scales = gpu.empty((count, n_in, PANEL), np.int8), gpu.empty((count, n_in // CHAIN, PANEL), np.float16)
         return cls(panels, scales, n_out, n_in)
 
     def put(self, gpu: Gpu, first: int, rows: NDArray[Any]) -> None:

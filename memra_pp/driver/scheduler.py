@@ -152,12 +152,12 @@ class Scheduler:
         elif self._flying:
             self._require_punctual()
 
-    def _take(self, work: Work, now: float, by_itself: bool = False) -> None:
+    def _take(self, work: Work, now: float, lost: Sequence[Work] = ()) -> None:
         """An entry that is to be sent, unless it was prepared for stages as they are no more: an open or a close means the same
-        to them still."""
+        to them still. `lost` is what was on its way to those."""
         if work.entry.epoch != self._chain.epoch:
             if work.entry.op not in (OPEN, CLOSE):
-                work.fail(Rewired(by_itself))
+                work.fail(Rewired(work in lost, lost == [work]))
                 return
             work.entry = work.entry._replace(epoch=self._chain.epoch)
         self._batcher.add(work, now)
@@ -175,7 +175,7 @@ class Scheduler:
             raise
         now = time.monotonic()
         for work in lost:
-            self._take(work, now, by_itself=flying == [work])
+            self._take(work, now, flying)
 
     def _rewire(self, error: StageError) -> None:
         """Has the stages wired anew, and every session opened again, in its place."""

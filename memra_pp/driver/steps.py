@@ -135,7 +135,7 @@ class Steps:
                         losses = 0
                     continue
                 if isinstance(reply, Rewired):
-                    losses, lost_at = losses + 1, first.at
+                    losses, lost_at = losses + reply.on_its_way, first.at
                     if losses >= most_losses and reply.by_itself:
                         raise StageError(
                             f"{self}: {losses} stages in a row were lost at this step, the last at no other: close it"

@@ -19,14 +19,14 @@ NO_NOTE: Note = {}
 
 
 class Rewired(StageError):
-    """What was on its way is lost: the stages were wired anew, and this session is open on all of them and empty.
+    """What was sent, or waited to be, is lost: the stages were wired anew, and this session is open on all of them and empty.
 
-    `by_itself` says whether nothing else was on its way.
+    `on_its_way` says whether it was at the stages when one was lost, and `by_itself` whether nothing else was.
     """
 
-    def __init__(self, by_itself: bool) -> None:
-        super().__init__("this step was on its way when the stages were wired anew")
-        self.by_itself = by_itself
+    def __init__(self, on_its_way: bool = False, by_itself: bool = False) -> None:
+        super().__init__("this step was lost when the stages were wired anew")
+        self.on_its_way, self.by_itself = on_its_way, by_itself
 
 
 class Reply(NamedTuple):

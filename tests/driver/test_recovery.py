@@ -19,6 +19,7 @@ from standing import assert_books_agree, assert_empty, assert_snapshot, assert_s
 import memra_pp
 from memra_pp import aio
 from memra_pp.cache import DflashTapSink
+from memra_pp.driver.work import Rewired
 from memra_pp.errors import AdmissionError, CapacityExceeded, StageError
 from memra_pp.stage.frames import CLOSE, OPEN, STEP
 
@@ -211,7 +212,6 @@ def test_threads_that_stream_while_stages_are_lost(pipe: memra_pp.Pipeline) -> N
 def test_tasks_see_a_pause_and_nothing_else(fragile: None) -> None:
     async def texts() -> list[list[int]]:
         async with aio.launch(data("hybrid"), stages=STAGES, backend="local", max_ctx=200) as pipe:
-            pipe.sync.chain.most_losses = 13  # one step may be on its way at all twelve
 
             async def text(i: int, lose: bool) -> list[int]:
                 made = []
@@ -358,6 +358,29 @@ def test_a_step_that_stages_die_of_ends_its_session_and_no_other(pipe: memra_pp.
     for thread in threads:
         thread.join(WAIT_S)
     assert made == expected and chain(pipe).recoveries == losses
+
+
+def test_a_step_that_only_waits_costs_no_stage(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it must be sent anew. Then it is at the stages as often as it may be, the last time alone."""
+    session = pipe.open(PROMPT[:5], max_new_tokens=9)  # its replay and the step are one frame
+    session.prefill()
+    with monkeypatch.context() as patch:
+        patch.setattr(pipe.scheduler, "submit", lambda work: None)
+        steps = session.calls.extend([5], "argmax")
+        sent = (work for work in steps if not work.done())
+        work = next(sent)
+        for _ in range(3 * pipe.chain.most_losses):
+            work.fail(Rewired(on_its_way=False, by_itself=False))
+            work = next(sent)
+            assert not work.alone
+        for losses in range(1, pipe.chain.most_losses):
+            work.fail(Rewired(on_its_way=True, by_itself=False))
+            work = next(sent)
+            assert work.alone == (losses == pipe.chain.most_losses - 1)
+        work.fail(Rewired(on_its_way=True, by_itself=True))
+        with pytest.raises(StageError, match="3 stages in a row were lost at this step"):
+            next(sent)
+    session.close()
 
 
 def test_losses_far_apart_in_a_long_prefill_are_not_its_fault(pipe: memra_pp.Pipeline) -> None:

@@ -10,6 +10,7 @@ import pytest
 import ringed
 
 from memra_pp.driver.chain import LocalChain
+from memra_pp.driver.lane_chain import Recovery
 from memra_pp.driver.launch import launch
 from memra_pp.errors import StageError
 from memra_pp.stage.frames import Frame
@@ -31,6 +32,7 @@ class FragileChain(LocalChain):
         self.deadly = -1
         self.dropped, self.repeated, self.slow = set[int](), set[int](), set[int]()
         self.most = 1 << 30
+        self.most_losses = Recovery(self.most).losses_a_step
         self._lost: StageError | None = None
 
     @property

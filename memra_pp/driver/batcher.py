@@ -1,8 +1,9 @@
 """`Batcher`: which entries make up the next micro-batch. Decisions only: it has no thread, no clock and no frame.
 
-Up to as many micro-batches as there are stages are on their way, so that each stage works on another one. Sessions that
-decode are spread evenly over them. A piece of a prefill rides with decodes if it is short enough not to slow them much, and
-no decode that waits sees more than one piece go before it.
+Up to as many micro-batches as there are stages are on their way, so that each stage works on another one, and one more while
+nobody decodes. Sessions that decode are spread evenly over them. A piece of a prefill rides with decodes if it is short enough
+not to slow them much, and no decode that waits sees more than one piece go before it. By themselves, pieces are packed into
+what takes a stage about as long each time: the slowest micro-batch is what all stages wait for.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Batcher:
             batch = [self._decodes.popleft()]  # one session by itself: nothing to weigh
             self._flying.append(batch)
             return batch
-        if len(self._flying) >= self._stages:
+        if len(self._flying) >= self._most_flying(now):
             return []
         self._drop_withdrawn()
         if not (self._decodes or self._prefills):
@@ -101,14 +102,14 @@ class Batcher:
         elif self._stages == 1:
             rows = self._max_rows
         else:
-            rows = min(PIECE_S / self._row_s if self._row_s else FIRST_PIECE, math.ceil(left / (2 * self._stages)))
-            rows = max(rows, WHOLE_PIECE)
+            most = self._whole_piece if self._prompts() >= self._stages else min(self._whole_piece, left / (2 * self._stages))
+            rows = math.ceil(left / math.ceil(left / max(most, WHOLE_PIECE)))
         return min(left, self._max_rows, max(LEAST_PIECE, int(rows)))
 
     def held_s(self, now: float) -> float | None:
         """For how long entries wait for others, if they do."""
         expected = self._expected(now)
-        if not expected or len(self._flying) >= self._stages or not (self._decodes or self._prefills):
+        if not expected or len(self._flying) >= self._most_flying(now) or not (self._decodes or self._prefills):
             return None
         return max(0.0, expected[-1] + self._grace - now)
 
@@ -151,6 +152,18 @@ class Batcher:
             return self._batch(now)
         return [] if self._flying else [lonely.popleft()]
 
+    def _most_flying(self, now: float) -> int:
+        """How many micro-batches may be on their way. While nobody decodes, one more than there are stages: whichever is done
+        first has the next one there."""
+        pieces_only = self._stages > 1 and not (self._decodes or self._flying_decodes() or self._expected(now))
+        return self._stages + pieces_only
+
+    @property
+    def _whole_piece(self) -> int:
+        """Rows that take a stage `PIECE_S`, as far as that is known."""
+        rows = int(PIECE_S / self._row_s) if self._row_s else FIRST_PIECE
+        return min(max(rows, WHOLE_PIECE), self._max_rows)
+
     def _flying_decodes(self) -> int:
         return sum(not work.prefill for batch in self._flying for work in batch)
 
@@ -170,7 +183,7 @@ class Batcher:
         share = math.ceil(decoding / self._stages)
         if expected and len(self._decodes) < share:
             return []
-        batch = self._pick(self._decodes, share, [])
+        batch = self._pick(self._decodes, share, [], self._max_rows)
         if not self._prefills:
             return batch
         if not batch:
@@ -193,13 +206,13 @@ class Batcher:
 
     def _pieces(self, most: int, batch: list[Work]) -> list[Work]:
         riders = len(batch)
-        batch = self._pick(self._prefills, most, batch)
+        batch = self._pick(self._prefills, most, batch, self._max_rows if riders else self._whole_piece)
         self._put_off = 0 if len(batch) > riders else self._put_off + 1
         return batch
 
-    def _pick(self, queue: deque[Work], most: int, batch: list[Work]) -> list[Work]:
-        """`batch` and at most `most` of a queue that go with it, oldest first. No session is there twice, and none is
-        overtaken by a later entry of its own."""
+    def _pick(self, queue: deque[Work], most: int, batch: list[Work], max_rows: int) -> list[Work]:
+        """`batch` and at most `most` of a queue that go with it, oldest first, of at most `max_rows` rows together unless one
+        has more. No session is there twice, and none is overtaken by a later entry of its own."""
         rows, n_bytes = sum(w.entry.rows for w in batch), sum(w.n_bytes for w in batch)
         seen, left = {w.entry.session for w in batch}, []
         most = min(most, MAX_ENTRIES) + len(batch)
@@ -208,14 +221,14 @@ class Batcher:
             if work.done():
                 continue
             entry = work.entry
-            fits = rows + entry.rows <= self._max_rows and n_bytes + work.n_bytes <= self._max_bytes
+            fits = rows + entry.rows <= max_rows and n_bytes + work.n_bytes <= self._max_bytes
             if entry.session not in seen and (fits or not batch):
                 batch.append(work)
                 rows, n_bytes = rows + entry.rows, n_bytes + work.n_bytes
             else:
                 left.append(work)
             seen.add(entry.session)
-            if rows >= self._max_rows:
+            if rows >= max_rows:
                 break
         queue.extendleft(reversed(left))
         return batch

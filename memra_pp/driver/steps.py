@@ -102,7 +102,8 @@ class Steps:
     def run(self, tokens: list[int], taps: DflashTapSink | None, *, split: bool = False, **asked: Any) -> work.Steps[Array]:
         """A step of `tokens`, as `Books.step` prepares it, behind whatever is owed; its answer rows, and the taps filled.
 
-        With `split`, several steps one behind the other, so that no stage waits for the last one; `asked` is of the last.
+        With `split`, several steps one behind the other, one more than can be on their way at once, so that no stage waits for
+        the next one; `asked` is of the last.
         A stage's fault costs a replay of every token before it and one more try, a stage that is lost a replay.
 
         Raises:
@@ -119,7 +120,7 @@ class Steps:
                     raise self._cancelled
                 if not sent:
                     self._follow()
-                if not final and len(sent) < self._pipe.chain.overlap:
+                if not final and len(sent) <= self._pipe.chain.overlap:
                     alone = faulted or losses + 1 >= most_losses
                     part = tokens[at : at + self._pipe.scheduler.piece_rows(len(tokens) - at)] if split else tokens
                     final = at + len(part) == len(tokens)

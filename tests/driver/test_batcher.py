@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memra_pp.driver.batcher import LEAST_PIECE, MOST_GRACE_S, SLOWED, Batcher
+from memra_pp.driver.batcher import LEAST_PIECE, MOST_GRACE_S, PIECE_S, SLOWED, WHOLE_PIECE, Batcher
 from memra_pp.driver.work import Work
 from memra_pp.stage.frames import CLOSE, OPEN, STEP, Entry
 
@@ -146,6 +148,35 @@ def test_pieces_of_several_prompts_are_spread_and_packed():
     assert [sessions(b.take(0.0)) for _ in range(2)] == [[0, 1], [2, 3]]
 
 
+def test_a_piece_more_than_there_are_stages_is_on_its_way_while_nobody_decodes():
+    b = batcher(stages=2)
+    pieces = [work(s, 30, prefill=True, logits=0) for s in range(8)]
+    fill(b, pieces[:6])
+    assert [len(b.take(0.0)) for _ in range(4)] == [2, 2, 2, 0]
+    b = batcher(stages=2)
+    fill(b, [work(9), *pieces[:6]])
+    sent = [b.take(0.0) for _ in range(3)]
+    assert list(map(sessions, sent)) == [[9], [0], []]  # one is decoding
+    b.back(sent[0], 0.01, 0.0)
+    assert [len(b.take(1.0)) for _ in range(3)] == [2, 2, 0]  # it does not come back
+
+
+def test_pieces_are_packed_into_what_takes_a_stage_a_while_not_more():
+    b = Batcher(2, 512, MAX_BYTES)
+    fill(b, [work(s, 100, prefill=True, logits=0) for s in range(8)])
+    first = b.take(0.0)
+    assert len(first) == 1  # 128 rows, as long as nothing is known
+    b.back(first, 100 * PIECE_S / 250, 0.0)
+    assert len(b.take(0.0)) == 2
+
+
+def test_prompts_that_keep_all_stages_busy_are_cut_into_even_pieces():
+    b = Batcher(2, 512, MAX_BYTES)
+    assert b.piece_rows(512) == 128 and b.piece_rows(100) == WHOLE_PIECE - 14  # by itself: the sooner it is through
+    fill(b, [work(s, 100, prefill=True, logits=0) for s in range(2)])
+    assert [b.piece_rows(rows) for rows in (512, 384, 300, 140, 128, 9)] == [128, 128, 100, 70, 128, 9]
+
+
 def test_pieces_of_one_prompt_follow_each_other_and_none_overtakes():
     b = batcher(stages=3)
     pieces = [work(1, rows, prefill=True, logits=0) for rows in (40, 40, 8)]
@@ -175,12 +206,13 @@ def test_pieces_shrink_while_others_decode_and_grow_again(stages):
 
 
 class Simulation:
-    """Sessions over stages that take a known time a micro-batch: what each was answered, and when."""
+    """Sessions over stages that take a known time a micro-batch, times their `pace` each: what each was answered, and when."""
 
-    def __init__(self, stages: int, base_s: float, row_s: float) -> None:
+    def __init__(self, stages: int, base_s: float, row_s: float, pace: Callable[[], float] = lambda: 1.0) -> None:
         self.b = Batcher(stages, 512, 1 << 30)
         self.free = [0.0] * stages
-        self.base_s, self.row_s = base_s, row_s
+        self.base_s, self.row_s, self.pace = base_s, row_s, pace
+        self.busy_s = 0.0
         self.now = 0.0
         self.flying: list[tuple[float, list[Work], float]] = []
         self.answers: dict[int, list[float]] = defaultdict(list)
@@ -195,10 +227,12 @@ class Simulation:
     def send(self) -> None:
         while batch := self.b.take(self.now):
             took = self.base_s + self.row_s * sum(w.entry.rows for w in batch)
-            at = self.now
+            at, slowest = self.now, 0.0
             for stage in range(len(self.free)):
-                at = self.free[stage] = max(at, self.free[stage]) + took
-            self.flying.append((at, batch, took))
+                here = took * self.pace()
+                at = self.free[stage] = max(at, self.free[stage]) + here
+                slowest, self.busy_s = max(slowest, here), self.busy_s + here
+            self.flying.append((at, batch, slowest))
             mine = {w.entry.session for w in batch}
             if any(w.prefill for w in batch):
                 for session in self.passed:
@@ -281,3 +315,24 @@ def test_decodes_beside_a_long_prefill_wait_for_one_piece_that_has_shrunk():
     gaps = [b - a for s in range(4) for a, b in zip(sim.answers[s][20:], sim.answers[s][21:], strict=False)]
     quiet = stages * (0.010 + 2 * row_s)
     assert left < 20_000 - 1000 and max(gaps) <= 1.1 * SLOWED * quiet + 2 * LEAST_PIECE * row_s
+
+
+def test_prompts_keep_every_stage_busy_though_no_two_pieces_take_the_same_time():
+    """Of 32 prompts of 512 rows, four at a time."""
+    stages, prompts, row_s, rng = 2, 32, 0.0002, random.Random(0)
+    sim = Simulation(stages, base_s=0.002, row_s=row_s, pace=lambda: rng.lognormvariate(0, 0.15))
+    waiting, left, window = [*range(prompts)], dict[int, int](), Counter[int]()
+    while waiting or sim.flying or left:
+        while waiting and len(left) < 4:
+            left[waiting.pop()] = 512
+        for session, rows in left.items():
+            while rows and window[session] <= stages:
+                n = sim.b.piece_rows(rows)
+                rows = left[session] = rows - n
+                window[session] += 1
+                sim.submit(work(session, n, prefill=True, logits=int(not rows)))
+        for w in sim.advance():
+            window[w.entry.session] -= 1
+            if w.entry.logits:
+                del left[w.entry.session]
+    assert sim.busy_s / (stages * sim.now) > 0.93

@@ -118,7 +118,7 @@ def test_generate_many_gives_the_texts_of_generate(pipe, sampling, draft):
     assert texts == alone
 
 
-def test_no_more_than_a_micro_batch_a_stage_is_on_its_way_and_rows_are_bounded(pipe, monkeypatch):
+def test_no_more_than_a_micro_batch_a_stage_and_one_are_on_their_way_and_rows_are_bounded(pipe, monkeypatch):
     flying, most, rows = set(), [0], [0]
     send, recv = pipe.chain._send, pipe.chain.recv
 
@@ -138,7 +138,7 @@ def test_no_more_than_a_micro_batch_a_stage_is_on_its_way_and_rows_are_bounded(p
     monkeypatch.setattr(pipe.chain, "recv", came)
     for _ in pipe.generate_many([some_tokens(50, seed=s) for s in range(6)], max_new_tokens=6, sampling=GREEDY):
         pass
-    assert 1 < most[0] <= pipe.chain.stages and rows[0] <= 16
+    assert 1 < most[0] <= pipe.chain.stages + 1 and rows[0] <= 16
 
 
 def test_pieces_of_a_prompt_follow_each_other_without_waiting(pipe, monkeypatch):
@@ -149,7 +149,7 @@ def test_pieces_of_a_prompt_follow_each_other_without_waiting(pipe, monkeypatch)
         waiting = len(s._calls._steps._sent)
         go.set()
         np.testing.assert_array_equal(asked.result(WAIT_S), s.extend([1]) * 0 + asked.result())
-        assert waiting == pipe.chain.stages and s.pos == 61
+        assert waiting == pipe.chain.stages + 1 and s.pos == 61
 
 
 def test_a_session_that_is_cancelled_ends_and_no_other_notices(pipe, monkeypatch):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _model import EVEN, QUICK, even_model
+from _model import QUICK, SMALL, even_model
 from _rates import decode_rate
 from _report import Report, integers, parser, say
 from _timing import medians, one_thread_process
@@ -104,7 +104,7 @@ def main() -> None:
     args = options.parse_args()
     report = Report("sessions at a time, one thread a stage", axis="sessions")
     for name in args.models:
-        with even_model(QUICK if args.quick else EVEN) as even:
+        with even_model(QUICK if args.quick else SMALL) as even:
             path = even if name == "even" else demo_weights()
             for measure in (measure_steps, measure_rates):
                 say(f"{name}: {measure.__name__.removeprefix('measure_')}")

@@ -13,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from _model import EVEN, QUICK, even_model
+from _model import QUICK, SMALL, even_model
 from _rates import GREEDY, PROMPT, some_tokens
 from _report import Report, parser, say
 from _timing import one_thread_process
@@ -104,7 +104,7 @@ def main() -> None:
     options.add_argument("--backend", default="ray", choices=["ray", "local"], help="where the stages run (default: ray)")
     args = options.parse_args()
     long, rounds, tokens = (512, 1, 8) if args.quick else (LONG, ROUNDS, ALONE_TOKENS)
-    with even_model(QUICK if args.quick else EVEN) as even:
+    with even_model(QUICK if args.quick else SMALL) as even:
         path: Path = even if args.model == "even" else demo_weights()
         with memra_pp.launch(path, stages=STAGES, threads=1, backend=args.backend) as pipe:
             prefills, gaps = asyncio.run(measure(aio.Pipeline(pipe), long, rounds, tokens))

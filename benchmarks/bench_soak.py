@@ -26,7 +26,7 @@ from pathlib import Path
 
 import numpy as np
 from _lives import KILLED, LEFT, STRUCK, WHOLE, Findings, Life, Text, drawn_text
-from _model import EVEN, QUICK, even_model
+from _model import QUICK, SMALL, even_model
 from _report import Report, parser, say
 from _timing import one_thread_process
 
@@ -233,7 +233,7 @@ def main() -> int:
     faulthandler.dump_traceback_later(args.seconds + HANGS_S, exit=True)
     report = Report(f"{args.sessions} sessions at a time for {args.seconds:g} s, {args.stages} stages over {args.backend}")
     with (
-        even_model(QUICK if args.quick else EVEN) as even,
+        even_model(QUICK if args.quick else SMALL) as even,
         memra_pp.launch(
             args.model or even, stages=args.stages, threads=1, backend=args.backend, silence_timeout=SILENCE_S
         ) as pipe,

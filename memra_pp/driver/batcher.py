@@ -48,6 +48,7 @@ class Batcher:
         self._flying: list[Sequence[Work]] = []
         self._put_off = 0
         self._answered: dict[int, float] = {}
+        self._expected_at = -math.inf
         self._slow: set[int] = set()
         self._decode_s = self._row_s = 0.0
         self._now = 0.0
@@ -92,17 +93,22 @@ class Batcher:
         self._flying.remove(works)
         for work in works:
             if work.entry.logits:
-                self._answered[work.entry.session] = now
+                session = work.entry.session
+                self._answered[session] = now
+                if session not in self._slow:
+                    self._expected_at = now
         self._learn(works, stage_s)
 
     def piece_rows(self, left: int) -> int:
-        """How many rows the next piece should have, of a prefill of which `left` rows are left."""
-        if self._decodes or self._flying_decodes() or self._expected(self._now):
+        """How many rows the next piece should have, of a prefill of which `left` rows are left.
+
+        Any thread may ask: what another one changes is not iterated over.
+        """
+        if self._decodes or self._flying_decodes() or self._now - self._expected_at < self._grace:
             rows = (SLOWED - 1) * self._decode_s / self._row_s if self._row_s and self._decode_s else 2.0 * LEAST_PIECE
-        elif self._stages == 1:
-            rows = self._max_rows
         else:
-            most = self._whole_piece if self._prompts() >= self._stages else min(self._whole_piece, left / (2 * self._stages))
+            alone = self._prompts() < self._stages and self._stages > 1
+            most = min(self._whole_piece, left / (2 * self._stages)) if alone else self._whole_piece
             rows = math.ceil(left / math.ceil(left / max(most, WHOLE_PIECE)))
         return min(left, self._max_rows, max(LEAST_PIECE, int(rows)))
 
@@ -160,16 +166,18 @@ class Batcher:
 
     @property
     def _whole_piece(self) -> int:
-        """Rows that take a stage `PIECE_S`, as far as that is known."""
+        """Rows that take a stage `PIECE_S`, as far as that is known; by itself it has no other to keep busy."""
+        if self._stages == 1:
+            return self._max_rows
         rows = int(PIECE_S / self._row_s) if self._row_s else FIRST_PIECE
         return min(max(rows, WHOLE_PIECE), self._max_rows)
 
     def _flying_decodes(self) -> int:
-        return sum(not work.prefill for batch in self._flying for work in batch)
+        return sum(not work.prefill for batch in tuple(self._flying) for work in batch)
 
     def _prompts(self) -> int:
         """How many sessions have pieces that wait or are on their way."""
-        works = (*self._prefills, *(work for batch in self._flying for work in batch))
+        works = (*tuple(self._prefills), *(work for batch in tuple(self._flying) for work in batch))
         return len({work.entry.session for work in works if work.prefill})
 
     def _batch(self, now: float) -> list[Work]:

@@ -170,6 +170,13 @@ def test_pieces_are_packed_into_what_takes_a_stage_a_while_not_more():
     assert len(b.take(0.0)) == 2
 
 
+def test_one_stage_takes_as_much_of_prompts_at_a_time_as_it_may():
+    b = Batcher(1, 512, MAX_BYTES)
+    assert b.piece_rows(600) == 300 and b.piece_rows(512) == 512
+    fill(b, [work(s, 100, prefill=True, logits=0) for s in range(8)])
+    assert len(b.take(0.0)) == 5
+
+
 def test_prompts_that_keep_all_stages_busy_are_cut_into_even_pieces():
     b = Batcher(2, 512, MAX_BYTES)
     assert b.piece_rows(512) == 128 and b.piece_rows(100) == WHOLE_PIECE - 14  # by itself: the sooner it is through

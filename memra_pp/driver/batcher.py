@@ -161,8 +161,9 @@ class Batcher:
     def _most_flying(self, now: float) -> int:
         """How many micro-batches may be on their way. While nobody decodes, one more than there are stages: whichever is done
         first has the next one there."""
-        pieces_only = self._stages > 1 and not (self._decodes or self._flying_decodes() or self._expected(now))
-        return self._stages + pieces_only
+        if self._stages == 1 or not self._prefills or self._decodes:
+            return self._stages
+        return self._stages + (not self._flying_decodes() and not self._expected(now))
 
     @property
     def _whole_piece(self) -> int:

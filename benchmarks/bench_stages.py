@@ -29,7 +29,7 @@ from memra_pp.cli import demo_weights
 
 KINDS = ("decode", "prefill")
 ROUNDS, TOKENS = 5, 32
-PROMPTS, PROMPT, PREFILLING = 8, 512, 4
+PROMPTS, PROMPT, PREFILLING = 16, 512, 8
 EVEN_SPEEDUP, OF_POSSIBLE = 1.8, 0.9
 """Of two stages: over one stage on the even model, and over what its stages' times allow on Gemma."""
 

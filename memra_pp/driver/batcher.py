@@ -18,9 +18,8 @@ from .work import Work
 MAX_ENTRIES = 512
 """Entries of one frame."""
 ALONE = (SEAT, READ, WRITE)
-LEAST_PIECE, WHOLE_PIECE, FIRST_PIECE = 16, 64, 128
-"""Rows of the shortest piece of a prefill, beside decodes and alone (fewer cost as much as these), and of one whose time nobody
-knows yet."""
+LEAST_PIECE, WHOLE_PIECE = 16, 128
+"""Rows of the shortest piece of a prefill, beside decodes and alone: fewer cost as much as these, or nearly."""
 PIECE_S = 0.025
 """Time that a piece should take on a stage while nobody decodes: short beside a prompt, so that stages overlap."""
 SLOWED = 2.0
@@ -108,8 +107,8 @@ class Batcher:
             rows = (SLOWED - 1) * self._decode_s / self._row_s if self._row_s and self._decode_s else 2.0 * LEAST_PIECE
         else:
             alone = self._prompts() < self._stages and self._stages > 1
-            most = min(self._whole_piece, left / (2 * self._stages)) if alone else self._whole_piece
-            rows = math.ceil(left / math.ceil(left / max(most, WHOLE_PIECE)))
+            most = min(self._whole_piece, max(left / (2 * self._stages), WHOLE_PIECE / 2)) if alone else self._whole_piece
+            rows = math.ceil(left / math.ceil(left / most))
         return min(left, self._max_rows, max(LEAST_PIECE, int(rows)))
 
     def held_s(self, now: float) -> float | None:
@@ -170,7 +169,7 @@ class Batcher:
         """Rows that take a stage `PIECE_S`, as far as that is known; by itself it has no other to keep busy."""
         if self._stages == 1:
             return self._max_rows
-        rows = int(PIECE_S / self._row_s) if self._row_s else FIRST_PIECE
+        rows = int(PIECE_S / self._row_s) if self._row_s else 0
         return min(max(rows, WHOLE_PIECE), self._max_rows)
 
     def _flying_decodes(self) -> int:

@@ -3,10 +3,10 @@ their next rows wait for the stages together; then their tokens are given out.""
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import time
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from queue import SimpleQueue
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..admission.outcome import Outcome
 from ..errors import AdmissionError, StageError
 from .calls import Generation
+from .door import LOOK_S
 from .sampling import SamplingParams
 from .session import Session
 from .speculation.drafters import Draft
@@ -22,8 +23,8 @@ from .speculation.drafters import Draft
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
-ADMIT_S = 5.0
-"""How long an open waits at a time for bytes; then it looks whether it is still wanted."""
+MOST_OPENING = 8
+"""Sessions that are being opened at a time: an open crosses the stages behind whatever is on its way there."""
 
 NOBODY = -1
 """No prompt's index: news that only wakes."""
@@ -48,18 +49,19 @@ class Ask(NamedTuple):
 class Many:
     """Generations under way, at most `concurrency`, and the prompts still to come.
 
-    Two threads of its own open and close sessions, one opening at a time, so that neither keeps the others waiting.
+    Threads of its own open and close sessions, so that neither keeps the others waiting; some may wait for bytes, and one is
+    always left to give some back.
     """
 
     def __init__(self, pipe: Pipeline, prompts: Iterable[Iterable[int]], ask: Ask, concurrency: int) -> None:
         self._pipe, self._ask, self._concurrency = pipe, ask, concurrency
         self._prompts = enumerate(prompts)
         self._more = True
-        self._opening: tuple[int, Future[Session]] | None = None
+        self._opening: dict[int, Future[Session]] = {}
         self._going: dict[int, tuple[Session, Generation]] = {}
         self._awaited: dict[int, Outcome[Any]] = {}
         self._news: SimpleQueue[int] = SimpleQueue()
-        self._ushers = ThreadPoolExecutor(2, "memra-usher")
+        self._ushers = ThreadPoolExecutor(MOST_OPENING + 1, "memra-usher")
         self._closing: list[Future[None]] = []
         self._stopped = False
 
@@ -68,7 +70,7 @@ class Many:
         tokens: deque[tuple[int, int]] = deque()
         try:
             self._open_next()
-            while self._going or self._opening is not None:
+            while self._going or self._opening:
                 told = {self._news.get()}
                 while not self._news.empty():
                     told.add(self._news.get())
@@ -88,23 +90,26 @@ class Many:
         self._news.put(NOBODY)
 
     def _open_next(self) -> None:
-        """Opens the next prompt's session, unless one is being opened, or enough are."""
-        if self._opening is None and self._more and len(self._going) < self._concurrency:
-            index, prompt = next(self._prompts, (-1, ()))
-            self._more = index >= 0
+        """Has the next prompts' sessions opened, as many as may be at a time."""
+        while self._more and len(self._opening) < min(MOST_OPENING, self._concurrency - len(self._going)):
+            index, prompt = next(self._prompts, (NOBODY, ()))
+            self._more = index != NOBODY
             if self._more:
-                opening = self._ushers.submit(self._open, prompt)
-                self._opening = index, opening
-                opening.add_done_callback(lambda _: self._news.put(index))
+                opening = self._opening[index] = self._ushers.submit(self._open, prompt)
+                opening.add_done_callback(partial(self._opened, index))
+
+    def _opened(self, index: int, _: Future[Session]) -> None:
+        self._news.put(index)
 
     def _open(self, prompt: Iterable[int]) -> Session:
         prompt = list(prompt)
         while True:
             try:
-                return self._pipe.open(prompt, timeout=ADMIT_S, **self._ask.options())
+                return self._pipe.open_wanted(prompt, self._ask, lambda: not self._stopped)
             except AdmissionError as error:
                 if self._stopped or error.verdict is None or error.verdict.retry_after_s is None:
                     raise
+                time.sleep(min(error.verdict.retry_after_s, LOOK_S))
 
     def _go_on(self, index: int, tokens: deque[tuple[int, int]]) -> None:
         if index not in self._going and not self._begin(index):
@@ -123,47 +128,47 @@ class Many:
                 self._awaited[index] = item
                 return
         del self._going[index]
-        self._close_soon(session)
+        self._close_soon(session.close)
         self._open_next()
 
     def _begin(self, index: int) -> bool:
         """Takes over the session that was opened for a prompt, if it was; news of one that has ended may come late."""
-        if self._opening is None or self._opening[0] != index or not self._opening[1].done():
+        if index not in self._opening or not self._opening[index].done():
             return False
-        (_, opened), self._opening = self._opening, None
+        opened = self._opening.pop(index)
         session = opened.result()
         self._going[index] = session, session.calls.generate(*self._ask)
         self._open_next()
         return True
 
-    def _close_soon(self, session: Session) -> None:
+    def _close_soon(self, close: Callable[[], None]) -> None:
         """Has an usher close a session."""
         try:
-            self._closing.append(self._ushers.submit(self._close, session))
+            self._closing.append(self._ushers.submit(_whatever_it_meets, close))
         except RuntimeError:  # the interpreter is ending, and starts no thread any more
-            self._close(session)
+            _whatever_it_meets(close)
         self._closing = [closing for closing in self._closing if not closing.done()]
 
-    def _close(self, session: Session) -> None:
-        try:
-            session.close()
-        except StageError as error:
-            log.warning("a session's close goes on later: %s", error)
-
     def _end(self) -> None:
-        """Closes what is open, and waits until it is; a session that is still being opened is closed when it is."""
+        """Closes what is open, or being opened, and waits until it is closed."""
         self._stopped = True
         for session, generation in self._going.values():
             generation.close()
-            self._close_soon(session)
-        if self._opening is not None:
-            self._opening[1].add_done_callback(_close_opened)
+            self._close_soon(session.close)
+        for opening in self._opening.values():
+            self._close_soon(partial(_close_opened, opening))
         wait(self._closing)
         self._ushers.shutdown(wait=False)
 
 
-def _close_opened(opened: Future[Session]) -> None:
-    """Closes a session that nobody wants any more, in the thread that has opened it."""
-    if not opened.cancelled() and opened.exception() is None:
-        with contextlib.suppress(StageError):
-            opened.result().close()
+def _whatever_it_meets(close: Callable[[], None]) -> None:
+    try:
+        close()
+    except StageError as error:
+        log.warning("a session's close goes on later: %s", error)
+
+
+def _close_opened(opening: Future[Session]) -> None:
+    """Closes a session that nobody wants any more, once it is open."""
+    if opening.exception() is None:
+        opening.result().close()

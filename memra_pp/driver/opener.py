@@ -12,7 +12,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
 from ..admission import Admit, Defer, Request
-from ..errors import AdmissionError, StageError
+from ..errors import AdmissionError, SessionCancelled, StageError
 from ..stage.frames import CLOSE, OPEN, Entry, Note
 from .chain import Chain
 from .door import Door
@@ -22,6 +22,8 @@ from .work import Reply, Work
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+
+Wanted = Callable[[], bool]
 
 RETRY_S = 1.0
 """When to try again after a stage has refused what admission had given."""
@@ -54,17 +56,18 @@ class Opener:
         self._submitted: set[Work] = set()
         self._torn = False
 
-    def open(self, request: Request, timeout_s: float) -> None:
-        """Admits a session, within `timeout_s`, and allocates it on every stage.
+    def open(self, request: Request, timeout_s: float, wanted: Wanted = lambda: True) -> None:
+        """Admits a session, within `timeout_s` and as long as it is `wanted`, and allocates it on every stage.
 
         Raises:
             AdmissionError: a stage's device cannot hold its share; nothing is held anywhere.
+            SessionCancelled: it waited, and was wanted no more.
             StageError: a stage failed, or this thread is in the middle of another open or close.
         """
         self._require_free()
         self._end_now()
         with self._or_not_at_all(request.session):
-            self._open(request, self._door.enter(request, timeout_s, self._meanwhile))
+            self._open(request, self._door.enter(request, timeout_s, lambda: self._meanwhile(wanted)))
 
     async def open_async(self, request: Request, timeout_s: float) -> None:
         """As `open`, for a task. One that is cancelled while its stages open is closed by its thread, once they have."""
@@ -187,8 +190,10 @@ class Opener:
                 self.close(session)
             raise
 
-    def _meanwhile(self) -> None:
+    def _meanwhile(self, wanted: Wanted = lambda: True) -> None:
         self._require_alive()
+        if not wanted():
+            raise SessionCancelled("this session was wanted no more while it waited to be admitted")
         self.finish()
 
     async def _meanwhile_async(self) -> None:

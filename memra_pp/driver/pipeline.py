@@ -7,7 +7,7 @@ import contextlib
 import io
 import itertools
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
@@ -23,7 +23,7 @@ from ..stage.worker import MAX_SESSIONS
 from .batcher import Batcher
 from .calls import Calls
 from .chain import Chain
-from .door import Door, checked_wait
+from .door import MAX_WAIT_S, Door, checked_wait
 from .figures.report import Report
 from .figures.trace import chrome_trace
 from .figures.watcher import Watcher
@@ -130,6 +130,18 @@ class Pipeline:
         session, request, wait_s = self._asked(prompt, max_new_tokens, speculate, recurrent, snapshots, timeout, tenant)
         with self._kept(session):
             self._opener.open(request, wait_s)
+        return session
+
+    def open_wanted(self, prompt: Iterable[int], ask: Ask, wanted: Callable[[], bool]) -> Session:
+        """`open` for `ask`, which waits for bytes in its turn as long as the session is `wanted`.
+
+        Raises:
+            SessionCancelled: it was wanted no more.
+        """
+        asked = {"speculate": 0, "recurrent": "replay", "snapshots": 1, "timeout": MAX_WAIT_S, "tenant": "", **ask.options()}
+        session, request, wait_s = self._asked(prompt, **asked)
+        with self._kept(session):
+            self._opener.open(request, wait_s, wanted)
         return session
 
     async def open_async(

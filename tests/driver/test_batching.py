@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,14 @@ def hold(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> tuple[thre
 
     monkeypatch.setattr(pipe.chain, "_send", send)
     return there, go
+
+
+def until(done: Callable[[], bool]) -> None:
+    """Waits until it is so."""
+    end = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < end
+        threading.Event().wait(0.001)
 
 
 def life(pipe: memra_pp.Pipeline, seed: int) -> list[Array]:
@@ -248,6 +257,37 @@ def test_many_prompts_wait_for_bytes_and_one_that_can_never_fit_is_refused(hybri
         assert_empty(pipe)
 
 
+def test_sessions_of_many_are_opened_at_once(pipe, monkeypatch):
+    """An open waits behind what is on its way: one after another they would leave stages idle."""
+    there, go = hold(pipe, monkeypatch)
+    prompts = [some_tokens(3, seed=n) for n in range(6)]
+    with ThreadPoolExecutor(2) as pool, pipe.open([1], max_new_tokens=2) as first:
+        holding = pool.submit(first.prefill)
+        assert there.wait(WAIT_S)
+        texts = pool.submit(list, pipe.generate_many(prompts, max_new_tokens=2, sampling=GREEDY, concurrency=4))
+        until(lambda: len(pipe._opener._sent) == 4)
+        go.set()
+        holding.result(WAIT_S)
+        assert len(texts.result(WAIT_S)) == 12
+
+
+def test_many_that_are_stopped_while_prompts_wait_for_bytes_leave_the_queue(hybrid: Path):
+    with memra_pp.launch(hybrid, backend="local", stages=2, threads=1) as probe:
+        charges = [slab_bytes(stage_layout(probe.cfg, probe.fence, s, 31, probe.policy, snapshots=1)) for s in range(2)]
+    with (
+        memra_pp.launch(hybrid, backend="local", stages=2, threads=1, budget_bytes=charges) as pipe,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        with pipe.open(some_tokens(3), max_new_tokens=20):
+            many = pipe.many([some_tokens(3, seed=n) for n in range(3)], pipe.ask(20, GREEDY, None), 3)
+            texts = pool.submit(list, many.run())
+            until(lambda: pipe.stats()["admission"]["waiting"] == 3)
+            many.stop()
+            assert texts.result(WAIT_S) == []
+            assert not pipe.stats()["admission"]["waiting"]
+        assert_empty(pipe)
+
+
 class Poisoned(Gemma3):
     """A model that makes a NaN of the rows of token 13."""
 
@@ -320,7 +360,7 @@ def test_a_signal_handler_may_use_the_pipeline_while_its_thread_waits(pipe, monk
 def test_late_news_of_a_generation_that_has_ended_takes_no_session_of_another(pipe):
     many = pipe.many([[1, 2, 3]], pipe.ask(4, GREEDY, None), 2)
     many._open_next()
-    index, opening = many._opening
+    index, opening = next(iter(many._opening.items()))
     wait([opening])
     assert not many._begin(index + 7) and many._begin(index)
     many._end()

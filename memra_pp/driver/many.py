@@ -1,12 +1,16 @@
-"""`generate_many`: many generations driven from one thread. Whenever some have been answered, all of those go on first, so that
-their next rows wait for the stages together; then their tokens are given out."""
+"""`generate_many`: many generations at once.
+
+One that was answered goes on in the scheduler's thread, which has the answer: its next rows are there before the stages are
+free, whatever the other threads do. Where that could take long, or whoever takes the tokens is behind, it goes on in the thread
+of that one, and all that were answered together, before their tokens are given out.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from queue import SimpleQueue
@@ -14,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..admission.outcome import Outcome
 from ..errors import AdmissionError, StageError
-from .calls import Generation
 from .door import LOOK_S
 from .sampling import SamplingParams
 from .session import Session
@@ -28,6 +31,9 @@ MOST_OPENING = 8
 
 NOBODY = -1
 """No prompt's index: news that only wakes."""
+
+QUICK_TOP_K = 256
+"""Most tokens of a distribution that the scheduler's thread samples from."""
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +51,62 @@ class Ask(NamedTuple):
         drafts = {"speculate": draft.k, "recurrent": draft.recurrent} if isinstance(draft, Draft) else {}
         return {"max_new_tokens": self.most, **drafts}
 
+    @property
+    def quick(self) -> bool:
+        """Whether a generation goes on within a moment, and calls nobody's code: it drafts nothing, looks for no text, and
+        samples from few tokens."""
+        params = SamplingParams(temperature=0.0) if self.sampling is None else self.sampling
+        few = isinstance(params, SamplingParams) and (params.temperature == 0 or 0 < params.top_k <= QUICK_TOP_K)
+        return self.draft is None and few and not params.stop
+
+
+class _Going:
+    """A generation under way, and what it awaits: of those who see that told, the one who claims it goes on.
+
+    `given` counts its tokens, `taken` those that whoever takes them is done with. `ended` says that there are no more, and
+    `error` what has ended it, if something has.
+    """
+
+    def __init__(self, session: Session, ask: Ask) -> None:
+        self.session, self._tokens = session, session.calls.generate(*ask)
+        self._awaited: Outcome[Any] | None = None
+        self._unclaimed: deque[Outcome[Any]] = deque()
+        self.given = self.taken = 0
+        self.ended = False
+        self.error: BaseException | None = None
+
+    def claim(self, awaited: Outcome[Any]) -> bool:
+        """Whether it was still awaited; then it is the caller who goes on."""
+        try:
+            self._unclaimed.remove(awaited)
+        except ValueError:
+            return False
+        return True
+
+    def claim_told(self) -> bool:
+        """`claim` for what it awaits, if that was told."""
+        awaited = self._awaited
+        return awaited is not None and awaited.done() and self.claim(awaited)
+
+    def go_on(self, give: Callable[[int], object], told: Callable[[Outcome[Any]], None]) -> None:
+        """Runs on until it must wait, or to its end. Each token is given; `told` is told of what it has waited for."""
+        for item in self._tokens:
+            if isinstance(item, int):
+                self.given += 1
+                give(item)
+                continue
+            self._awaited = item
+            self._unclaimed.append(item)
+            item.on_told = partial(told, item)
+            if not self.claim_told():
+                return
+        self.ended = True
+
+    def close(self) -> None:
+        """Ends it, unless somebody goes on with it right now."""
+        if self._awaited is not None and self.claim(self._awaited):
+            self._tokens.close()
+
 
 class Many:
     """Generations under way, at most `concurrency`, and the prompts still to come.
@@ -58,36 +120,45 @@ class Many:
         self._prompts = enumerate(prompts)
         self._more = True
         self._opening: dict[int, Future[Session]] = {}
-        self._going: dict[int, tuple[Session, Generation]] = {}
-        self._awaited: dict[int, Outcome[Any]] = {}
-        self._news: SimpleQueue[int] = SimpleQueue()
+        self._going: dict[int, _Going] = {}
+        self._news: SimpleQueue[tuple[int, int | None]] = SimpleQueue()
         self._ushers = ThreadPoolExecutor(MOST_OPENING + 1, "memra-usher")
         self._closing: list[Future[None]] = []
+        self._quick = ask.quick
         self._stopped = False
 
     def run(self) -> Generator[tuple[int, int], None, None]:
         """The tokens as they come, each with the index of its prompt."""
-        tokens: deque[tuple[int, int]] = deque()
         try:
             self._open_next()
             while self._going or self._opening:
-                told = {self._news.get()}
+                news = [self._news.get()]
                 while not self._news.empty():
-                    told.add(self._news.get())
+                    news.append(self._news.get())
                 if self._stopped:
                     return
-                with self._pipe.scheduler.together():
-                    for index in sorted(told):
-                        self._go_on(index, tokens)
-                while tokens:
-                    yield tokens.popleft()
+                yield from self._given_out(news)
+                news, told = [], sorted({index for index, token in news if token is None})
+                if told:
+                    with self._pipe.scheduler.together():
+                        for index in told:
+                            self._look_after(index, news)
+                    yield from self._given_out(news)
         finally:
             self._end()
+
+    def _given_out(self, news: Sequence[tuple[int, int | None]]) -> Generator[tuple[int, int], None, None]:
+        """The tokens among news. One is taken when the next is asked for."""
+        for index, token in news:
+            if token is not None:
+                yield index, token
+                if (going := self._going.get(index)) is not None:
+                    going.taken += 1
 
     def stop(self) -> None:
         """Ends `run` where it waits, from any thread, and the open that waits for bytes at its next look."""
         self._stopped = True
-        self._news.put(NOBODY)
+        self._news.put((NOBODY, None))
 
     def _open_next(self) -> None:
         """Has the next prompts' sessions opened, as many as may be at a time."""
@@ -99,7 +170,7 @@ class Many:
                 opening.add_done_callback(partial(self._opened, index))
 
     def _opened(self, index: int, _: Future[Session]) -> None:
-        self._news.put(index)
+        self._news.put((index, None))
 
     def _open(self, prompt: Iterable[int]) -> Session:
         prompt = list(prompt)
@@ -111,35 +182,44 @@ class Many:
                     raise
                 time.sleep(min(error.verdict.retry_after_s, LOOK_S))
 
-    def _go_on(self, index: int, tokens: deque[tuple[int, int]]) -> None:
-        if index not in self._going and not self._begin(index):
-            return
-        session, generation = self._going[index]
-        awaited = self._awaited.pop(index, None)
-        if awaited is not None and not awaited.done():
-            self._awaited[index] = awaited
-            return
-        for item in generation:
-            if isinstance(item, int):
-                tokens.append((index, item))
-                continue
-            item.on_told = partial(self._news.put, index)
-            if not item.done():
-                self._awaited[index] = item
-                return
-        del self._going[index]
-        self._close_soon(session.close)
-        self._open_next()
+    def _look_after(self, index: int, news: list[tuple[int, int | None]]) -> None:
+        """Goes on with a prompt of which there was news, if it is due; they may come late, or twice."""
+        going = self._going.get(index)
+        if going is None:
+            if index in self._opening and self._opening[index].done():
+                self._go_on(index, self._begin(index), news.append)
+        elif going.claim_told():
+            self._go_on(index, going, news.append)
+        elif going.ended and going.given == going.taken:
+            if going.error is not None:
+                raise going.error
+            del self._going[index]
+            self._close_soon(going.session.close)
+            self._open_next()
 
-    def _begin(self, index: int) -> bool:
-        """Takes over the session that was opened for a prompt, if it was; news of one that has ended may come late."""
-        if index not in self._opening or not self._opening[index].done():
-            return False
-        opened = self._opening.pop(index)
-        session = opened.result()
-        self._going[index] = session, session.calls.generate(*self._ask)
+    def _begin(self, index: int) -> _Going:
+        """Takes over the session that was opened for a prompt."""
+        going = self._going[index] = _Going(self._opening.pop(index).result(), self._ask)
         self._open_next()
-        return True
+        return going
+
+    def _go_on(self, index: int, going: _Going, tell: Callable[[tuple[int, int | None]], object]) -> None:
+        going.go_on(lambda token: tell((index, token)), partial(self._told, index, going))
+        if going.ended:
+            self._news.put((index, None))
+
+    def _told(self, index: int, going: _Going, awaited: Outcome[Any]) -> None:
+        """Goes on at once with what was told, in the scheduler's thread, unless whoever takes the tokens should."""
+        if not (self._quick and self._pipe.scheduler.mine and going.given == going.taken):
+            self._news.put((index, None))
+        elif going.claim(awaited):
+            try:
+                self._go_on(index, going, self._news.put)
+            except Exception as error:  # noqa: BLE001 - raised where the tokens are taken
+                going.error, going.ended = error, True
+                self._news.put((index, None))
+            if self._stopped:
+                going.close()
 
     def _close_soon(self, close: Callable[[], None]) -> None:
         """Has an usher close a session."""
@@ -152,12 +232,13 @@ class Many:
     def _end(self) -> None:
         """Closes what is open, or being opened, and waits until it is closed."""
         self._stopped = True
-        for session, generation in self._going.values():
-            generation.close()
-            self._close_soon(session.close)
+        for going in self._going.values():
+            going.close()
+            self._close_soon(going.session.close)
         for opening in self._opening.values():
             self._close_soon(partial(_close_opened, opening))
-        wait(self._closing)
+        if not self._pipe.scheduler.mine:  # which a finalizer may run in, and closes need
+            wait(self._closing)
         self._ushers.shutdown(wait=False)
 
 

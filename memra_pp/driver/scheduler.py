@@ -70,7 +70,7 @@ class Scheduler:
     def submit(self, work: Work) -> None:
         """Has an entry sent when its turn comes. It never blocks, nor takes a lock: a finalizer may call it."""
         self._inbox.append(work)
-        if self._ended is None and not self._gathering:
+        if self._ended is None and not self._gathering and not self.mine:
             self._chain.wake()
         if self._ended is not None:
             work.fail(StageError(self._ended))
@@ -95,7 +95,7 @@ class Scheduler:
     @property
     def mine(self) -> bool:
         """Whether the calling thread is the scheduler's own, which must not wait: in a finalizer that happened to run there."""
-        return threading.current_thread() is self._thread
+        return threading.get_ident() == self._thread.ident
 
     @property
     def idle(self) -> bool:
@@ -144,6 +144,8 @@ class Scheduler:
             self._take(self._inbox.popleft(), now)
         while batch := self._batcher.take(now):
             self._send(batch, now)
+        if self._inbox:  # whoever was told in this thread has gone on
+            return
         frame = self._chain.recv(self._patience(now))
         if frame is not None:
             if self.spans.tracing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import threading
 import time
@@ -18,6 +19,8 @@ from standing import assert_empty
 import memra_pp
 from memra_pp.cache import slab_bytes, stage_layout
 from memra_pp.driver.chain import LocalChain
+from memra_pp.driver.many import _Going
+from memra_pp.driver.sampling import Sampler
 from memra_pp.errors import AdmissionError, InputError, SessionCancelled, StageError
 from memra_pp.models import Gemma3
 from memra_pp.models.protocol import Array
@@ -224,12 +227,13 @@ def test_generate_many_that_is_left_early_closes_everything_and_takes_no_more_pr
 
 
 def test_nothing_runs_ahead_of_whoever_takes_the_tokens_by_more_than_a_step(pipe, frames):
+    """Of each text one token may wait to be taken, with a step behind it, and of the one just taken there is a step."""
     many = pipe.generate_many([some_tokens(4, seed=n) for n in range(4)], max_new_tokens=30, sampling=GREEDY)
     for _ in range(8):
         next(many)
-    taken = sum(map(len, frames))
     threading.Event().wait(0.05)
-    assert sum(map(len, frames)) <= taken + 4
+    until(lambda: pipe.scheduler.idle)
+    assert sum(map(len, frames)) <= 8 + 4 * 2 - 1
     many.close()
 
 
@@ -362,6 +366,61 @@ def test_late_news_of_a_generation_that_has_ended_takes_no_session_of_another(pi
     many._open_next()
     index, opening = next(iter(many._opening.items()))
     wait([opening])
-    assert not many._begin(index + 7) and many._begin(index)
+    many._look_after(index + 7, [])
+    assert not many._going
+    many._look_after(index, [])
+    assert [*many._going] == [index] and not many._opening
     many._end()
+    many._look_after(index, [])
+    assert_empty(pipe)
+
+
+def test_a_generation_goes_on_where_its_answer_is_told_and_waits_for_whoever_takes_its_tokens(pipe, monkeypatch):
+    """The stages have computed one row more than tokens were given out, and no more however long one waits."""
+    rows, threads = [0], set()
+    send, go_on = pipe.chain._send, _Going.go_on
+
+    def counted(frame: Frame) -> None:
+        rows[0] += sum(entry.logits for entry in frame.entries if entry.op == STEP)
+        send(frame)
+
+    def watched(going: _Going, *asked: Any) -> None:
+        threads.add(pipe.scheduler.mine)
+        go_on(going, *asked)
+
+    monkeypatch.setattr(pipe.chain, "_send", counted)
+    monkeypatch.setattr(_Going, "go_on", watched)
+    taken = 0
+    for _ in pipe.generate_many([some_tokens(3)], max_new_tokens=40, sampling=GREEDY):
+        taken += 1
+        if taken % 10 == 5:
+            until(lambda: pipe.scheduler.idle)
+            assert rows[0] == taken + 1
+    assert taken == 40 and threads == {True, False}
+
+
+def test_what_fails_in_the_schedulers_thread_ends_its_caller_and_nobody_else(pipe, monkeypatch):
+    pick = Sampler.pick
+
+    def fails(sampler: Sampler, answer: Any, position: int) -> int:
+        if position == 20 and pipe.scheduler.mine:
+            raise ValueError("no token")
+        return pick(sampler, answer, position)
+
+    with pipe.open(some_tokens(4), max_new_tokens=4) as other:
+        other.prefill()
+        monkeypatch.setattr(Sampler, "pick", fails)
+        tokens = pipe.generate_many([some_tokens(3, seed=n) for n in range(3)], max_new_tokens=40, sampling=GREEDY)
+        with pytest.raises(InputError, match="no token"):
+            list(tokens)
+        other.decode(3)
+    assert_empty(pipe)
+
+
+@pytest.mark.parametrize("taken", [1, 7, 30])
+def test_many_that_are_left_in_the_middle_leave_nothing(pipe, taken):
+    tokens = pipe.generate_many((some_tokens(3, seed=n) for n in itertools.count()), max_new_tokens=9, sampling=WARM)
+    for _ in range(taken):
+        next(tokens)
+    tokens.close()
     assert_empty(pipe)

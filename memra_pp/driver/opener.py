@@ -190,7 +190,7 @@ class Opener:
                 self.close(session)
             raise
 
-    def _meanwhile(self, wanted: Wanted = lambda: True) -> None:
+    def _meanwhile(self, wanted: Wanted) -> None:
         self._require_alive()
         if not wanted():
             raise SessionCancelled("this session was wanted no more while it waited to be admitted")

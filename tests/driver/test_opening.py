@@ -382,7 +382,7 @@ def test_a_wait_ends_in_time_and_stats_are_there_in_the_middle_of_a_step_that_a_
     assert reached.wait(WAIT_S)
     pipe._opener.end_later(dropped.id)
     assert pipe.stats()["devices"][0]["sessions"] == 2
-    pipe._opener._meanwhile()
+    pipe._opener._meanwhile(lambda: True)
     assert not go.is_set()
     go.set()
     thread.join(WAIT_S)

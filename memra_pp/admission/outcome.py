@@ -15,7 +15,7 @@ T = TypeVar("T")
 class Outcome(Generic[T]):
     """A result that somebody waits for, in a thread or a task, or the error that came instead. The first one told stays.
 
-    `on_told`, once set, is called when it is told; it must not block or raise. One waits at a time.
+    `on_told`, once set, is called when it is told; it must neither raise nor wait for others. One waits at a time.
     """
 
     __slots__ = ("_error", "_told", "_value", "on_told")
@@ -81,7 +81,8 @@ class Outcome(Generic[T]):
         return self._told
 
     def _wake(self) -> None:
-        self._told, told, self.on_told = True, self.on_told, None
+        self._told = True  # first: who sets `on_told` looks at it afterwards
+        told, self.on_told = self.on_told, None
         if told is not None:
             with contextlib.suppress(RuntimeError):  # two told it at once, and the bell rings already
                 told()

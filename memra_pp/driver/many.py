@@ -1,17 +1,18 @@
 """`generate_many`: many generations at once.
 
 One that was answered goes on in the scheduler's thread, which has the answer: its next rows are there before the stages are
-free, whatever the other threads do. Where that could take long, or whoever takes the tokens is behind, it goes on in the thread
-of that one, and all that were answered together, before their tokens are given out.
+free, whatever the other threads do. Where that could take long, or tokens of its own are still to be taken, it goes on in the
+thread of whoever takes them, and all that were answered together, before their tokens are given out.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,6 +23,8 @@ from .door import LOOK_S
 from .sampling import SamplingParams
 from .session import Session
 from .speculation.drafters import Draft
+from .tokens import checked_prompt
+from .ushers import Ushers
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -53,27 +56,40 @@ class Ask(NamedTuple):
 
     @property
     def quick(self) -> bool:
-        """Whether a generation goes on within a moment, and calls nobody's code: it drafts nothing, looks for no text, and
-        samples from few tokens."""
+        """Whether a generation goes on within a moment, in code of ours: it drafts nothing, looks for no text, and samples from
+        few tokens."""
         params = SamplingParams(temperature=0.0) if self.sampling is None else self.sampling
-        few = isinstance(params, SamplingParams) and (params.temperature == 0 or 0 < params.top_k <= QUICK_TOP_K)
+        few = type(params) is SamplingParams and (params.temperature == 0 or 0 < params.top_k <= QUICK_TOP_K)
         return self.draft is None and few and not params.stop
 
 
-class _Going:
-    """A generation under way, and what it awaits: of those who see that told, the one who claims it goes on.
+class _News(NamedTuple):
+    """A token of a prompt, or (None) that the prompt is to be looked after."""
 
-    `given` counts its tokens, `taken` those that whoever takes them is done with. `ended` says that there are no more, and
+    prompt: int
+    token: int | None = None
+
+
+class _Going:
+    """A generation under way, and what it awaits: of those who see that it was told, the one who claims it goes on.
+
+    Tokens must come in order though two threads may give them: whoever begins to go on sees that all before were taken.
+    `given` counts the tokens, `taken` those that whoever takes them is done with. `ended` says that there are no more, and
     `error` what has ended it, if something has.
     """
 
     def __init__(self, session: Session, ask: Ask) -> None:
         self.session, self._tokens = session, session.calls.generate(*ask)
         self._awaited: Outcome[Any] | None = None
-        self._unclaimed: deque[Outcome[Any]] = deque()
+        self._unclaimed: deque[Outcome[Any]] = deque()  # none or one: `remove` is a test and a change in one
         self.given = self.taken = 0
         self.ended = False
         self.error: BaseException | None = None
+
+    @property
+    def behind(self) -> bool:
+        """Whether tokens were given that are still to be taken."""
+        return self.given != self.taken
 
     def claim(self, awaited: Outcome[Any]) -> bool:
         """Whether it was still awaited; then it is the caller who goes on."""
@@ -88,8 +104,8 @@ class _Going:
         awaited = self._awaited
         return awaited is not None and awaited.done() and self.claim(awaited)
 
-    def go_on(self, give: Callable[[int], object], told: Callable[[Outcome[Any]], None]) -> None:
-        """Runs on until it must wait, or to its end. Each token is given; `told` is told of what it has waited for."""
+    def run(self, give: Callable[[int], object], told: Callable[[Outcome[Any]], None]) -> None:
+        """Goes on until it must wait, or to its end. Each token is given; `told` is told of what it has waited for."""
         for item in self._tokens:
             if isinstance(item, int):
                 self.given += 1
@@ -121,9 +137,8 @@ class Many:
         self._more = True
         self._opening: dict[int, Future[Session]] = {}
         self._going: dict[int, _Going] = {}
-        self._news: SimpleQueue[tuple[int, int | None]] = SimpleQueue()
-        self._ushers = ThreadPoolExecutor(MOST_OPENING + 1, "memra-usher")
-        self._closing: list[Future[None]] = []
+        self._news: SimpleQueue[_News] = SimpleQueue()
+        self._ushers = Ushers(MOST_OPENING + 1)
         self._quick = ask.quick
         self._stopped = False
 
@@ -138,16 +153,17 @@ class Many:
                 if self._stopped:
                     return
                 yield from self._given_out(news)
-                news, told = [], sorted({index for index, token in news if token is None})
-                if told:
+                due, news = sorted({index for index, token in news if token is None}), []
+                if due:
                     with self._pipe.scheduler.together():
-                        for index in told:
+                        for index in due:
                             self._look_after(index, news)
+                    self._open_next()
                     yield from self._given_out(news)
         finally:
             self._end()
 
-    def _given_out(self, news: Sequence[tuple[int, int | None]]) -> Generator[tuple[int, int], None, None]:
+    def _given_out(self, news: Sequence[_News]) -> Generator[tuple[int, int], None, None]:
         """The tokens among news. One is taken when the next is asked for."""
         for index, token in news:
             if token is not None:
@@ -158,22 +174,23 @@ class Many:
     def stop(self) -> None:
         """Ends `run` where it waits, from any thread, and the open that waits for bytes at its next look."""
         self._stopped = True
-        self._news.put((NOBODY, None))
+        self._news.put(_News(NOBODY))
 
     def _open_next(self) -> None:
-        """Has the next prompts' sessions opened, as many as may be at a time."""
+        """Has the next prompts' sessions opened, as many as may be at a time. A prompt is read before the next one is taken:
+        they may be parts of one stream."""
         while self._more and len(self._opening) < min(MOST_OPENING, self._concurrency - len(self._going)):
             index, prompt = next(self._prompts, (NOBODY, ()))
             self._more = index != NOBODY
             if self._more:
-                opening = self._opening[index] = self._ushers.submit(self._open, prompt)
+                read = checked_prompt(prompt, self._pipe.cfg.n_vocab, self._pipe.max_ctx)
+                opening = self._opening[index] = self._ushers.submit(partial(self._open, read))
                 opening.add_done_callback(partial(self._opened, index))
 
     def _opened(self, index: int, _: Future[Session]) -> None:
-        self._news.put((index, None))
+        self._news.put(_News(index))
 
-    def _open(self, prompt: Iterable[int]) -> Session:
-        prompt = list(prompt)
+    def _open(self, prompt: Sequence[int]) -> Session:
         while True:
             try:
                 return self._pipe.open_wanted(prompt, self._ask, lambda: not self._stopped)
@@ -182,69 +199,60 @@ class Many:
                     raise
                 time.sleep(min(error.verdict.retry_after_s, LOOK_S))
 
-    def _look_after(self, index: int, news: list[tuple[int, int | None]]) -> None:
-        """Goes on with a prompt of which there was news, if it is due; they may come late, or twice."""
+    def _look_after(self, index: int, news: list[_News]) -> None:
+        """Goes on with a prompt of which there was news, if it is due; they may come late, or twice. One that is behind has
+        tokens on their way here, and what it awaits brings news of its own behind them."""
         going = self._going.get(index)
         if going is None:
             if index in self._opening and self._opening[index].done():
-                self._go_on(index, self._begin(index), news.append)
+                going = self._going[index] = _Going(self._opening.pop(index).result(), self._ask)
+                self._go_on(index, going, news.append)
+        elif going.behind:
+            return
         elif going.claim_told():
             self._go_on(index, going, news.append)
-        elif going.ended and going.given == going.taken:
+        elif going.ended:
             if going.error is not None:
                 raise going.error
             del self._going[index]
-            self._close_soon(going.session.close)
-            self._open_next()
+            self._ushers.submit(partial(_close, going.session))
 
-    def _begin(self, index: int) -> _Going:
-        """Takes over the session that was opened for a prompt."""
-        going = self._going[index] = _Going(self._opening.pop(index).result(), self._ask)
-        self._open_next()
-        return going
-
-    def _go_on(self, index: int, going: _Going, tell: Callable[[tuple[int, int | None]], object]) -> None:
-        going.go_on(lambda token: tell((index, token)), partial(self._told, index, going))
+    def _go_on(self, index: int, going: _Going, give: Callable[[_News], object]) -> None:
+        going.run(lambda token: give(_News(index, token)), partial(self._told, index, going))
         if going.ended:
-            self._news.put((index, None))
+            self._news.put(_News(index))
 
     def _told(self, index: int, going: _Going, awaited: Outcome[Any]) -> None:
         """Goes on at once with what was told, in the scheduler's thread, unless whoever takes the tokens should."""
-        if not (self._quick and self._pipe.scheduler.mine and going.given == going.taken):
-            self._news.put((index, None))
+        if not (self._quick and self._pipe.scheduler.mine) or going.behind:
+            self._news.put(_News(index))
         elif going.claim(awaited):
             try:
                 self._go_on(index, going, self._news.put)
-            except Exception as error:  # noqa: BLE001 - raised where the tokens are taken
+                if self._stopped:
+                    going.close()
+            except BaseException as error:  # noqa: BLE001 - raised where the tokens are taken
                 going.error, going.ended = error, True
-                self._news.put((index, None))
-            if self._stopped:
-                going.close()
-
-    def _close_soon(self, close: Callable[[], None]) -> None:
-        """Has an usher close a session."""
-        try:
-            self._closing.append(self._ushers.submit(_whatever_it_meets, close))
-        except RuntimeError:  # the interpreter is ending, and starts no thread any more
-            _whatever_it_meets(close)
-        self._closing = [closing for closing in self._closing if not closing.done()]
+                self._news.put(_News(index))
 
     def _end(self) -> None:
         """Closes what is open, or being opened, and waits until it is closed."""
         self._stopped = True
+        if sys.is_finalizing():  # no other thread runs any more, and the stages end too
+            return
         for going in self._going.values():
             going.close()
-            self._close_soon(going.session.close)
+            self._ushers.submit(partial(_close, going.session))
         for opening in self._opening.values():
-            self._close_soon(partial(_close_opened, opening))
-        if not self._pipe.scheduler.mine:  # which a finalizer may run in, and closes need
-            wait(self._closing)
-        self._ushers.shutdown(wait=False)
+            self._ushers.submit(partial(_close_opened, opening))
+        if not self._pipe.must_not_wait:
+            self._ushers.finish()
+        self._ushers.end()
 
 
-def _whatever_it_meets(close: Callable[[], None]) -> None:
+def _close(session: Session) -> None:
     try:
-        close()
+        session.close()
     except StageError as error:
         log.warning("a session's close goes on later: %s", error)
 
@@ -252,4 +260,4 @@ def _whatever_it_meets(close: Callable[[], None]) -> None:
 def _close_opened(opening: Future[Session]) -> None:
     """Closes a session that nobody wants any more, once it is open."""
     if opening.exception() is None:
-        opening.result().close()
+        _close(opening.result())

@@ -145,7 +145,7 @@ class Opener:
     def books(self, read: Callable[[], Any]) -> Any:
         """What `read` gives while nobody opens or closes; if somebody does, all the same."""
         out: list[Any] = []
-        if not self._busy and self._gate.try_run(lambda: out.append(read())):
+        if not self.busy and self._gate.try_run(lambda: out.append(read())):
             return out[0]
         return read()
 
@@ -155,17 +155,19 @@ class Opener:
         return tuple(self._held)
 
     @property
-    def _busy(self) -> bool:
+    def busy(self) -> bool:
+        """Whether the calling thread is in the middle of an open, a close or the scheduler's work, so that it must not wait for
+        another: a signal handler or a finalizer runs in it."""
         return self._gate.mine or self._door.mine or self._scheduler.mine
 
     def _finish(self) -> None:
         """Ends those whose close nobody else has sent."""
-        if self._ending and not self._busy:
+        if self._ending and not self.busy:
             self._wait_for(self._alone(self._send_due))
 
     def _end_now(self) -> None:
         """Ends those that are ending."""
-        if self._ending and not self._busy:
+        if self._ending and not self.busy:
             self._wait_for(self._alone(self._send_closes))
 
     def _wait_for(self, work: Work | None) -> None:
@@ -175,7 +177,7 @@ class Opener:
         self._alone(self._write_down)
 
     def _require_free(self) -> None:
-        if self._busy:
+        if self.busy:
             raise StageError("a session was opened in the middle of another open or close of this thread, by a signal handler")
 
     @contextlib.contextmanager
@@ -247,7 +249,7 @@ class Opener:
         each work one waits."""
         last = self._send_due()
         if last is None and self._ending:
-            last = self._send(CLOSE, next(iter(self._ending)), {"held": []}, None)
+            last = self._send(CLOSE, next(iter(tuple(self._ending))), {"held": []}, None)
         return last
 
     def _send(self, op: int, session: int, note: Note, charges: Sequence[int] | None) -> Work:

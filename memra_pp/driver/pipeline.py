@@ -406,6 +406,11 @@ class Pipeline:
         self._drops.pop(number, None)
         self._opener.end_later(number)
 
+    @property
+    def must_not_wait(self) -> bool:
+        """Whether a finalizer runs in the middle of this thread's work on opens, closes or steps."""
+        return self._opener.busy
+
     def end_later(self, session: Session) -> None:
         """Marks a session to be closed at the next chance."""
         self._opener.end_later(session.id)

@@ -56,13 +56,13 @@ class Scheduler:
     def __init__(self, chain: Chain, batcher: Batcher) -> None:
         self._chain, self._batcher = chain, batcher
         self._inbox: deque[Work] = deque()
-        self._gathering: set[object] = set()
+        self._gathering: set[int] = set()
         self._flying: dict[int, _Flight] = {}
         self._open: dict[int, Note] = {}
         self._ids = itertools.count(1)
         self.spans = Spans(chain.stages)
         self.hops, self.hop_s = 0, 0.0
-        self._stopping = False
+        self._stopping = self._telling = False
         self._ended: str | None = None
         self._thread = threading.Thread(target=self._run, name="memra-scheduler", daemon=True)
         self._thread.start()
@@ -70,15 +70,16 @@ class Scheduler:
     def submit(self, work: Work) -> None:
         """Has an entry sent when its turn comes. It never blocks, nor takes a lock: a finalizer may call it."""
         self._inbox.append(work)
-        if self._ended is None and not self._gathering and not self.mine:
+        looks = self._telling and self.mine  # at its inbox, when it has told
+        if not (looks or threading.get_ident() in self._gathering or self._ended is not None):
             self._chain.wake()
         if self._ended is not None:
             work.fail(StageError(self._ended))
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Has what is submitted meanwhile looked at once, at the end: the scheduler's thread is woken once, not for each."""
-        gathering = object()
+        """Has what this thread submits meanwhile looked at at the end, once: the scheduler's thread is not woken for each."""
+        gathering = threading.get_ident()
         try:
             self._gathering.add(gathering)
             yield
@@ -95,7 +96,7 @@ class Scheduler:
     @property
     def mine(self) -> bool:
         """Whether the calling thread is the scheduler's own, which must not wait: in a finalizer that happened to run there."""
-        return threading.get_ident() == self._thread.ident
+        return threading.current_thread() is self._thread
 
     @property
     def idle(self) -> bool:
@@ -127,7 +128,7 @@ class Scheduler:
                     self._recover(error)
         except StageError as error:
             ended = str(error)
-        except Exception as error:
+        except BaseException as error:
             log.exception("the scheduler failed")
             ended = f"the scheduler failed ({type(error).__name__}: {error}): launch the pipeline again"
         self._ended = ended
@@ -144,7 +145,7 @@ class Scheduler:
             self._take(self._inbox.popleft(), now)
         while batch := self._batcher.take(now):
             self._send(batch, now)
-        if self._inbox:  # whoever was told in this thread has gone on
+        if self._inbox:  # more has come meanwhile
             return
         frame = self._chain.recv(self._patience(now))
         if frame is not None:
@@ -233,10 +234,14 @@ class Scheduler:
         self.hops += frame.hops + 1
         self.hop_s += max(0.0, now - flight.sent - frame.busy / 1e6)
         self._batcher.back(flight.works, frame.slowest / 1e6, now)
-        for work, reply in zip(flight.works, replies(frame), strict=True):
-            if work.entry.op and reply.fault is None:
-                self._keep_count(work)
-            work.tell(reply)
+        self._telling = True
+        try:
+            for work, reply in zip(flight.works, replies(frame), strict=True):
+                if work.entry.op and reply.fault is None:
+                    self._keep_count(work)
+                work.tell(reply)
+        finally:
+            self._telling = False
 
     def _keep_count(self, work: Work) -> None:
         """Knows which sessions the stages have open, and how each was."""

@@ -19,7 +19,9 @@ MAX_ENTRIES = 512
 """Entries of one frame."""
 ALONE = (SEAT, READ, WRITE)
 LEAST_PIECE, WHOLE_PIECE = 16, 128
-"""Rows of the shortest piece of a prefill, beside decodes and alone: fewer cost as much as these, or nearly."""
+"""Rows of the shortest piece of a prefill beside decodes, and most rows of one by itself where they take longer than `PIECE_S`:
+fewer cost nearly as much. A prompt is cut evenly; one that has all stages to itself may be cut into half as many rows, so that
+each stage has a piece."""
 PIECE_S = 0.025
 """Time that a piece should take on a stage while nobody decodes: short beside a prompt, so that stages overlap."""
 SLOWED = 2.0

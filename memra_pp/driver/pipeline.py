@@ -138,8 +138,7 @@ class Pipeline:
         Raises:
             SessionCancelled: it was wanted no more.
         """
-        asked = {"speculate": 0, "recurrent": "replay", "snapshots": 1, "timeout": MAX_WAIT_S, "tenant": "", **ask.options()}
-        session, request, wait_s = self._asked(prompt, **asked)
+        session, request, wait_s = self._asked(prompt, timeout=MAX_WAIT_S, **ask.options())
         with self._kept(session):
             self._opener.open(request, wait_s, wanted)
         return session
@@ -427,11 +426,11 @@ class Pipeline:
         self,
         prompt: Iterable[int],
         max_new_tokens: int | None,
-        speculate: int,
-        recurrent: Recurrent,
-        snapshots: int,
-        timeout: float | None,
-        tenant: str,
+        speculate: int = 0,
+        recurrent: Recurrent = "replay",
+        snapshots: int = 1,
+        timeout: float | None = None,
+        tenant: str = "",
     ) -> tuple[Session, Request, float]:
         """The session that is asked for, not open yet, its request for bytes, and the seconds it may wait."""
         tokens = checked_prompt(prompt, self.cfg.n_vocab, self.max_ctx)

@@ -32,12 +32,12 @@ def overlapping(kind: str) -> Iterator[memra_pp.Pipeline]:
             assert_empty(made)
 
 
-def hold(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Has the next frame that carries a step wait before the stages: set once it is there, and to be set for it to go on."""
+def hold(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch, op: int = STEP) -> tuple[threading.Event, threading.Event]:
+    """Has frames with an entry of `op` wait before the stages: set once one is there, and to be set for it to go on."""
     there, go, whole = threading.Event(), threading.Event(), pipe.chain._send
 
     def send(frame: Frame) -> None:
-        if any(e.op == STEP for e in frame.entries):
+        if any(e.op == op for e in frame.entries):
             there.set()
             assert go.wait(WAIT_S)
         whole(frame)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from overlapping import hold
 
 import memra_pp
 from memra_pp.admission import Admit, Defer, Refuse
@@ -127,20 +128,6 @@ def test_an_open_waits_until_another_session_closes_and_the_first_to_come_is_the
     for thread in clients:
         thread.join(WAIT_S)
     assert order == [0, 1, 2]
-
-
-def hold_up(pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch, op: int) -> tuple[threading.Event, threading.Event]:
-    """Has entries of `op` wait before the stages: set once one has come there, and to be set for it to go on."""
-    reached, go, send = threading.Event(), threading.Event(), pipe.chain._send
-
-    def slowly(frame: Any) -> None:
-        if frame.entries[0].op == op:
-            reached.set()
-            assert go.wait(WAIT_S)
-        send(frame)
-
-    monkeypatch.setattr(pipe.chain, "_send", slowly)
-    return reached, go
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -287,7 +274,7 @@ def test_a_task_waits_without_a_thread_and_one_that_is_cancelled_leaves_the_queu
 
 def test_a_task_that_is_cancelled_while_its_stages_open_gives_everything_back(room_for, monkeypatch):
     pipe = room_for(1)
-    reached, go = hold_up(pipe, monkeypatch, OPEN)
+    reached, go = hold(pipe, monkeypatch, OPEN)
 
     async def tasks() -> None:
         task = asyncio.create_task(pipe.open_async(PROMPT, max_new_tokens=NEW))
@@ -362,7 +349,7 @@ def raising(error: Exception) -> Callable[..., Any]:
 def test_a_wait_ends_in_time_and_stats_are_there_while_another_session_opens(room_for, monkeypatch):
     pipe = room_for(2)
     holder = opened(pipe)
-    reached, go = hold_up(pipe, monkeypatch, OPEN)
+    reached, go = hold(pipe, monkeypatch, OPEN)
     thread = threading.Thread(target=lambda: opened(pipe).close())
     thread.start()
     assert reached.wait(WAIT_S)
@@ -376,7 +363,7 @@ def test_a_wait_ends_in_time_and_stats_are_there_while_another_session_opens(roo
 def test_a_wait_ends_in_time_and_stats_are_there_in_the_middle_of_a_step_that_a_close_waits_for(room_for, monkeypatch):
     pipe = room_for(2)
     busy, dropped = opened(pipe), opened(pipe)
-    reached, go = hold_up(pipe, monkeypatch, STEP)
+    reached, go = hold(pipe, monkeypatch, STEP)
     thread = threading.Thread(target=busy.prefill)
     thread.start()
     assert reached.wait(WAIT_S)

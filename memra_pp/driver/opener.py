@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 
 Wanted = Callable[[], bool]
 
+NOBODY = 0
+"""The number of no session: they count from 1."""
+
 RETRY_S = 1.0
 """When to try again after a stage has refused what admission had given."""
 
@@ -245,11 +248,11 @@ class Opener:
         return last
 
     def _send_closes(self) -> Work | None:
-        """As `_send_due`; if others have sent all, one of them once more, which changes nothing and comes back behind them: for
-        each work one waits."""
+        """As `_send_due`; if others have sent all, a close of nobody, which comes back behind them: for each work one waits. A
+        second close of theirs might come back when they are open again."""
         last = self._send_due()
         if last is None and self._ending:
-            last = self._send(CLOSE, next(iter(tuple(self._ending))), {"held": []}, None)
+            last = self._send(CLOSE, NOBODY, {"held": []}, None)
         return last
 
     def _send(self, op: int, session: int, note: Note, charges: Sequence[int] | None) -> Work:

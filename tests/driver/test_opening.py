@@ -376,6 +376,32 @@ def test_a_wait_ends_in_time_and_stats_are_there_in_the_middle_of_a_step_that_a_
     assert pipe._door.stats()["devices"][0]["sessions"] == 1  # closed by the thread whose step it was
 
 
+def test_a_close_is_sent_once_however_many_wait_for_it(room_for, monkeypatch):
+    """A second one would come back after the session is open again, when it is unparked, and take its bytes from it."""
+    pipe = room_for(4)
+    session = opened(pipe)
+    session.prefill()
+    closes = []
+    closing, go = hold(pipe, monkeypatch, CLOSE)
+    held = pipe.chain._send
+    monkeypatch.setattr(
+        pipe.chain, "_send", lambda frame: (closes.extend(e.session for e in frame.entries if e.op == CLOSE), held(frame))
+    )
+    threads = [
+        threading.Thread(target=session.park),
+        *(threading.Thread(target=lambda: opened(pipe).close()) for _ in range(3)),
+    ]
+    threads[0].start()
+    assert closing.wait(WAIT_S)
+    for thread in threads[1:]:
+        thread.start()
+    until(lambda: len(pipe._opener._sent) == len(threads))
+    go.set()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert closes.count(session.id) == 1
+
+
 def test_a_task_that_waits_is_told_when_a_stage_is_lost(room_for, monkeypatch):
     pipe = room_for(1)
     holder = opened(pipe)

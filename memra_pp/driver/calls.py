@@ -246,6 +246,8 @@ class Calls:
             yield from handover.take_in(self._pipe, self._steps, self.books, reader)
         except Rewired:
             self.books.restart(None, self._pipe.chain.epoch, 1)
+        if self.closed:
+            raise InputError("this session was closed in the middle of the call")
         self._next = header.next
         self.last_logits = np.frombuffer(header.logits, np.float32) if header.logits else None
 

@@ -178,8 +178,7 @@ class Pipeline:
             session, request, wait_s = self._requested(reader.header.tokens, reader.shape, timeout, tenant)
             with self._kept(session):
                 self._opener.open(request, wait_s)
-            with self._filled(session):
-                self.run(session.calls.adopt(reader))
+            self._fill(session, reader)
         return session
 
     def park(self, session: Session) -> None:
@@ -193,9 +192,8 @@ class Pipeline:
         with session.calls.unparking() as held:
             reader = self.reader(io.BytesIO(held))
             self._opener.close(session.id)  # where an interrupt has cut a call like this one short
-            with self._filled(session):
-                self._opener.open(session.request, wait_s)
-                self.run(session.calls.adopt(reader))
+            self._opener.open(session.request, wait_s)
+            self._fill(session, reader)
 
     async def unpark_async(self, session: Session, timeout: float | None) -> None:
         """`unpark` for a task: it waits for bytes without a thread."""
@@ -203,9 +201,8 @@ class Pipeline:
         with session.calls.unparking() as held:
             reader = await asyncio.to_thread(self.reader, io.BytesIO(held))
             await asyncio.to_thread(self._opener.close, session.id)
-            with self._filled(session):
-                await self._opener.open_async(session.request, wait_s)
-                await self.run_async(session.calls.adopt(reader))
+            await self._opener.open_async(session.request, wait_s)
+            await self._fill_async(session, reader)
 
     async def import_async(self, source: str | PathLike[str] | BinaryIO, timeout: float | None, tenant: str) -> Session:
         """`import_session` for a task."""
@@ -215,8 +212,7 @@ class Pipeline:
             session, request, wait_s = self._requested(reader.header.tokens, reader.shape, timeout, tenant)
             with self._kept(session):
                 await self._opener.open_async(request, wait_s)
-            with self._filled(session):
-                await self.run_async(session.calls.adopt(reader))
+            await self._fill_async(session, reader)
         return session
 
     def reader(self, file: BinaryIO) -> Reader:
@@ -225,15 +221,21 @@ class Pipeline:
         checked_int(InputError, "the session's speculate", reader.shape.speculate, 0, self._most_drafts)
         return reader
 
-    @contextlib.contextmanager
-    def _filled(self, session: Session) -> Iterator[None]:
-        """Gives a session's bytes back if it was not filled, or was closed meanwhile."""
+    def _fill(self, session: Session, reader: Reader) -> None:
+        """Has a session that was just opened stand where the file's does, or gives its bytes back."""
         try:
-            yield
-            if session.calls.closed:
-                raise InputError("this session was closed in the middle of the call")
+            self.run(session.calls.adopt(reader))
         except BaseException:
             self._opener.close(session.id)
+            raise
+
+    async def _fill_async(self, session: Session, reader: Reader) -> None:
+        """`_fill` for a task. One that is cancelled does not keep its loop waiting for the stages."""
+        try:
+            await self.run_async(session.calls.adopt(reader))
+        except BaseException:
+            self._opener.end_later(session.id)
+            await asyncio.shield(asyncio.to_thread(self._opener.after_call))
             raise
 
     @cached_property

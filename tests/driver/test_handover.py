@@ -17,6 +17,7 @@ import pytest
 from fragile import chain, fragile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from overlapping import hold
 from ringed import launch_tiny, some_tokens
 from standing import assert_books_agree, assert_empty, assert_stands
 from test_recovery import at_every_frame
@@ -25,6 +26,7 @@ import memra_pp
 from memra_pp import aio
 from memra_pp.driver import handover, session_file
 from memra_pp.errors import AdmissionError, CacheError, InputError, SessionCancelled, StageError
+from memra_pp.stage.frames import OPEN, SEAT, WRITE
 
 __all__ = ["fragile"]
 
@@ -557,6 +559,37 @@ def test_tasks_that_wait_to_unpark_hold_up_nobody() -> None:
             assert stats["sessions"] == 0 and stats["admission"]["waiting"] == 0
 
     asyncio.run(crowd())
+
+
+@pytest.mark.parametrize("op", [OPEN, SEAT, WRITE])
+@pytest.mark.parametrize("how", ["unpark", "import"])
+def test_a_task_that_is_cancelled_while_stages_are_filled_does_not_hold_up_its_loop(
+    pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch, how: str, op: int
+) -> None:
+    import asyncio
+
+    async def cancelled() -> None:
+        tasks = aio.Pipeline(pipe)
+        session, file = await tasks.open(PROMPT, max_new_tokens=9), io.BytesIO()
+        await session.prefill()
+        await session.export(file)
+        await session.park()
+        file.seek(0)
+        with monkeypatch.context() as patch:
+            there, go = hold(pipe, patch, op)
+            opening = session.unpark() if how == "unpark" else tasks.import_session(file).__aenter__()
+            task = asyncio.create_task(opening)
+            assert await asyncio.to_thread(there.wait, 30)
+            task.cancel()
+            for _ in range(20):  # turns of the loop, which would not come to its end
+                await asyncio.sleep(0)
+            go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await session.close()
+
+    asyncio.run(cancelled())
+    assert_empty(pipe)
 
 
 def test_tasks_hand_over_too(tmp_path: Path) -> None:

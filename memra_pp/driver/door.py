@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 
 from ..admission import Admission, Admit, Defer, Refuse, Request, Ticket, Verdict
-from ..errors import AdmissionError, InputError, StageError, require
+from ..errors import AdmissionError, InputError, SessionCancelled, StageError, require
 from .locks import OwnedLock
 
 MAX_WAIT_S = 86400.0
@@ -37,6 +37,7 @@ class Door:
 
         Raises:
             AdmissionError: it was refused, or its time is up; the verdict is its `verdict`.
+            SessionCancelled: the session was closed meanwhile.
             StageError: the pipeline was closed meanwhile.
         """
         asked = self._ask(request, timeout_s)
@@ -88,7 +89,9 @@ class Door:
         try:
             return _admitted(ticket.outcome.result())
         except CancelledError:
-            raise StageError("the pipeline was closed while this session waited to be admitted: launch it again") from None
+            if self._closed:
+                raise StageError("the pipeline was closed while this session waited to be admitted: launch it again") from None
+            raise SessionCancelled("this session was closed while it waited to be admitted") from None
 
     def _ask(self, request: Request, timeout_s: float) -> Verdict | Ticket:
         if self._closed:

@@ -196,6 +196,7 @@ class Session:
         Raises:
             InputError: it is not parked.
             AdmissionError: there is no room, or not in time; it stays parked.
+            SessionCancelled: it was closed meanwhile.
             StageError: a stage failed.
         """
         self._pipe.unpark(self, timeout)

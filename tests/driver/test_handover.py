@@ -17,7 +17,7 @@ import pytest
 from fragile import chain, fragile
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from overlapping import hold
+from overlapping import hold, until
 from ringed import launch_tiny, some_tokens
 from standing import assert_books_agree, assert_empty, assert_stands
 from test_recovery import at_every_frame
@@ -477,6 +477,29 @@ def test_parking_and_closing_in_any_order_leaves_no_bytes(pipe: memra_pp.Pipelin
     with pytest.raises(InputError, match="closed"):
         session.unpark()
     assert_empty(pipe)
+
+
+def test_a_session_that_is_closed_while_it_waits_to_unpark_is_told_so() -> None:
+    data = Path(__file__).parents[1] / "data" / "hybrid"
+    with memra_pp.launch(data, stages=2, backend="local", budget_bytes=200_000) as pipe:
+        session = pipe.open(PROMPT, max_new_tokens=80)
+        session.prefill()
+        session.park()
+        with pipe.open(PROMPT, max_new_tokens=80):
+            told: list[SessionCancelled] = []
+
+            def unpark() -> None:
+                with pytest.raises(SessionCancelled, match="was closed while it waited") as caught:
+                    session.unpark(60)
+                told.append(caught.value)
+
+            waits = threading.Thread(target=unpark)
+            waits.start()
+            until(lambda: pipe.stats()["admission"]["waiting"] == 1)
+            session.close()
+            waits.join(60)
+            assert told and pipe.stats()["admission"]["waiting"] == 0
+        assert_empty(pipe)
 
 
 def test_one_unparks_at_a_time(pipe: memra_pp.Pipeline) -> None:

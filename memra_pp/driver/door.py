@@ -68,6 +68,10 @@ class Door:
         """Gives a session's bytes back, or ends its wait."""
         self._locked(lambda: self._admission.release(session))
 
+    def holds(self, session: int) -> bool:
+        """Whether a session has bytes, and nobody has given them back."""
+        return self._locked(lambda: self._admission.ledger.holds(session))
+
     def learn(self, stage: int, used: int) -> None:
         """Sets bytes aside that a stage's device was seen to use (see `Ledger.learn`)."""
         self._locked(lambda: self._admission.learn(stage, used))

@@ -234,7 +234,15 @@ class Opener:
     def _open(self, request: Request, admit: Admit) -> None:
         session = request.session
         note = {"args": asdict(request.shape), "offsets": list(admit.offsets), "charges": list(admit.charges), "held": []}
-        self._wait_for(self._alone(lambda: self._send(OPEN, session, note, admit.charges)))
+
+        def send() -> Work | None:
+            wanted = session not in self._ending and self._door.holds(session)
+            return self._send(OPEN, session, note, admit.charges) if wanted else None
+
+        work = self._alone(send)
+        self._wait_for(work)
+        if work is None:
+            raise SessionCancelled("this session was closed in the middle of the call")
         if (error := self._refused.pop(session, None)) is not None:
             self._end_now()
             raise error

@@ -502,6 +502,24 @@ def test_a_session_that_is_closed_while_it_waits_to_unpark_is_told_so() -> None:
         assert_empty(pipe)
 
 
+@pytest.mark.parametrize("already", [True, False])
+def test_a_session_that_is_closed_when_it_has_just_been_admitted_is_not_opened(
+    pipe: memra_pp.Pipeline, monkeypatch: pytest.MonkeyPatch, already: bool
+) -> None:
+    session = pipe.open(PROMPT, max_new_tokens=9)
+    session.prefill()
+    session.park()
+    close = session.close if already else lambda: pipe._opener.end_later(session.id)
+    opens, admitted, whole = list[int](), pipe._door.enter, pipe.chain._send
+    monkeypatch.setattr(pipe._door, "enter", lambda *args: (admitted(*args), close())[0])
+    monkeypatch.setattr(pipe.chain, "_send", lambda f: (opens.extend(e.op for e in f.entries if e.op == OPEN), whole(f)))
+    with pytest.raises(SessionCancelled, match="closed in the middle"):
+        session.unpark()
+    session.close()
+    assert not opens
+    assert_empty(pipe)
+
+
 def test_one_unparks_at_a_time(pipe: memra_pp.Pipeline) -> None:
     with pipe.open(PROMPT, max_new_tokens=9) as session:
         session.prefill()
